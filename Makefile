@@ -1,0 +1,67 @@
+# `make` alone lists the targets.
+#
+# Each target sets up what it needs, which takes a moment where it is done already.
+#   make venv PYTHON=/path/to/python3.12     names the Python to use
+#   make demo DEMO_ARGS="..."                hands options to `scalevec demo`
+#   make test TEST_ARGS="-k decay"           hands options to pytest
+
+SHELL := /bin/sh
+.SUFFIXES:
+.DEFAULT_GOAL := help
+
+PYTHON ?=
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+# megatron-core 0.19.2 has wheels for these two; 0.16.1 also for older ones.
+MAIN_PYTHONS := 3.12 3.13
+LIGHT_PYTHONS := 3.11 3.12 3.13
+
+CACHE := $${XDG_CACHE_HOME:-$$HOME/.cache}/megatron-scalevec
+
+export SCALEVEC_PYTHON := $(PYTHON)
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: venv
+venv: ## .venv: torch 2.14.1, megatron-core 0.19.2 with megatron.training, this package
+	@python=$$(scripts/find_python.sh --keep .venv $(MAIN_PYTHONS)) \
+		&& "$$python" scripts/make_env.py main
+
+.PHONY: venv-light
+venv-light: ## .venv-light: torch 2.13.0, megatron-core 0.16.1, this package
+	@python=$$(scripts/find_python.sh --keep .venv-light $(LIGHT_PYTHONS)) \
+		&& "$$python" scripts/make_env.py light
+
+.PHONY: demo
+demo: venv ## train with and without scale vectors on the CPU and compare
+	.venv/bin/scalevec demo $(DEMO_ARGS)
+
+.PHONY: test
+test: venv ## all tests
+	.venv/bin/python -m pytest tests $(TEST_ARGS)
+
+.PHONY: test-light
+test-light: venv-light ## the tests that need no megatron.training, with the oldest versions
+	.venv-light/bin/python -m pytest tests -m "not needs_training" $(TEST_ARGS)
+
+.PHONY: lint
+lint: venv ## ruff's checks and its formatting
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+.PHONY: format
+format: venv ## put right what ruff can
+	.venv/bin/ruff check --fix-only .
+	.venv/bin/ruff format .
+
+.PHONY: clean
+clean: ## remove the environments of this checkout and what builds and tests left
+	rm -rf .venv .venv-light .venv*.discarded build dist *.egg-info .pytest_cache .ruff_cache
+	find . -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+
+.PHONY: clean-cache
+clean-cache: ## remove the shared packages of all checkouts from the user's cache
+	rm -rf "$(CACHE)/venvs"

@@ -1,0 +1,77 @@
+"""Split weight decay: scale vectors of Input-Norms decay, those of Output-Norms do not.
+
+Megatron (0.16 and later) decides weight decay by ``config_overrides``, a mapping from parameter keys to
+settings. Its standard rule, "one-dimensional parameters get wd_mult 0", is replaced here by the same rule
+minus the vectors that decay. A second rule next to it would not do: Megatron refuses two different
+settings for one parameter. Nor would ``wd_mult=1.0`` on the vectors: it makes a second group that Megatron
+cannot tell from the default group when an optimizer state is loaded, and one of the two loses its
+parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_scalevec.vectors import Role, role_of, vector_info
+
+__all__ = ["decays", "param_decays", "with_decaying_vectors"]
+
+
+def decays(role: Role | None, is_vector: bool, policy: str) -> bool | None:
+    """Whether a 1-D parameter of this role decays; None where Megatron's own rule decides.
+
+    Args:
+        role: The parameter's role.
+        is_vector: Whether it is a scale vector of the strategy (γ_in, γ_out or a norm's γ at a site).
+        policy: A key of :data:`megatron_scalevec.config.WEIGHT_DECAYS`.
+    """
+    if role not in ("input", "output") or policy == "stock":
+        return None
+    if policy == "split":
+        return role == "input"
+    if policy == "all":
+        return is_vector or role == "output"
+    if policy == "none":
+        return False
+    raise ValueError(f"unknown weight-decay policy {policy!r}")
+
+
+def param_decays(param: torch.nn.Parameter, policy: str) -> bool | None:
+    """:func:`decays` for a parameter that carries its role."""
+    return decays(role_of(param), vector_info(param) is not None, policy)
+
+
+def with_decaying_vectors(overrides: Mapping[Any, Any], policy: str) -> dict[Any, Any]:
+    """Megatron's standard overrides with the policy's vectors taken out of the no-decay rule.
+
+    Args:
+        overrides: What ``get_standard_config_overrides`` returned.
+        policy: A key of :data:`megatron_scalevec.config.WEIGHT_DECAYS`.
+
+    Returns:
+        A new mapping. Decaying vectors match no decay rule any more, so they join the default group.
+        ``stock`` returns the overrides unchanged.
+    """
+    if policy == "stock":
+        return dict(overrides)
+    from megatron.core.optimizer import ParamKey
+    from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+
+    result = {}
+    for key, override in overrides.items():
+        if override.get("wd_mult") == 0.0:
+
+            def without_decaying_vectors(param, name, key=key):
+                own = param_decays(param, policy)
+                return key.matches(param, name) if own is None else not own
+
+            key = ParamKey(
+                with_name_predicate=ParamWithNamePredicate(
+                    name=f"scalevec_no_decay_{policy}", fn=without_decaying_vectors
+                )
+            )
+        result[key] = override
+    return result

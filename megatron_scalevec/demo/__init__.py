@@ -1,0 +1,286 @@
+"""``scalevec demo``: a small GPT under several strategies, on this machine, in a few minutes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import platform
+import shutil
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_scalevec.demo import options as _options
+from megatron_scalevec.demo.folder import REPORT, ResultFolder, check_place
+from megatron_scalevec.demo.text import Corpus, read_corpus, write_dataset
+from megatron_scalevec.errors import ScaleVecError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_scalevec.demo.options import Options
+    from megatron_scalevec.demo.runs import Machine, Run
+
+__all__ = ["main"]
+
+_PICTURE = "loss.png"
+# Where output is no terminal its width is a guess; the table needs this much.
+_PLAIN_WIDTH = 110
+
+
+class _Stopped(KeyboardInterrupt):
+    """A signal asked the demo to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; returns the exit code.
+
+    Raises:
+        ScaleVecError: Something cannot be done as asked; nothing was created.
+    """
+    from rich.console import Console
+
+    options = _options.parse(sys.argv[1:] if argv is None else argv)
+    check_place(options.out)
+    corpus = read_corpus(options.text, limit=options.text_bytes, seq_length=options.seq_length)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _PLAIN_WIDTH)
+    try:
+        with _stopped_by_signals():
+            versions = _required_versions()
+            return _demo(options, corpus, versions, console)
+    except _Stopped as stopped:
+        print("\nStopped; the runs were ended and nothing was kept.", file=sys.stderr, flush=True)
+        return 128 + stopped.number
+
+
+def _demo(options: Options, corpus: Corpus, versions: dict[str, str], console: Console) -> int:
+    from megatron_scalevec.demo import runs as _runs
+    from megatron_scalevec.demo.display import make_display
+
+    began = time.monotonic()
+    machine = _runs.look_at_machine(options, len(options.strategies) * len(options.seeds))
+    _introduce(options, corpus, machine, console)
+    with ResultFolder(options.out) as folder, _runs.index_cache() as cache:
+        with _quiet():
+            write_dataset(corpus, folder.path / "data" / "text")
+        planned = _runs.plan(options, split=corpus.split, folder=folder.path, cache=cache)
+        try:
+            _runs.train(planned, options, machine, make_display(console, options.steps))
+        except _runs.RunFailed as failure:
+            shutil.rmtree(folder.path / "data", ignore_errors=True)
+            _explain(failure, folder.keep("failed"))
+            return 1
+        report = _report(planned, options, corpus, machine, versions, folder.path, cache)
+        _finish(report, folder)
+    _conclude(report, options, time.monotonic() - began, console)
+    return 0
+
+
+def _required_versions() -> dict[str, str]:
+    """Check that everything needed is installed, before anything is created."""
+    import numpy
+    import torch
+
+    from megatron_scalevec import __version__
+    from megatron_scalevec.versions import require_megatron_training, require_supported_megatron
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ScaleVecError(
+            "the demo draws its picture with matplotlib, which is not installed: "
+            "pip install 'megatron_scalevec[demo]'."
+        )
+    with _quiet():
+        megatron = require_supported_megatron()
+        require_megatron_training(megatron)
+    return {
+        "megatron_scalevec": __version__,
+        "megatron-core": str(megatron),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _introduce(options: Options, corpus: Corpus, machine: Machine, console: Console) -> None:
+    if options.baseline_added:
+        console.print(f"{_options.BASELINE} was added: it is what the others are compared with.")
+    console.print(
+        f"Text: {corpus.source}: {corpus.training_bytes:,} bytes to train on and "
+        f"{corpus.validation_bytes:,} held out, from {corpus.files} files.",
+        soft_wrap=True,
+        markup=False,
+    )
+    count = len(options.strategies) * len(options.seeds)
+    if machine.jobs == 1:
+        order = "one after another, " if count > 1 else ""
+    else:
+        order = "side by side, " if machine.jobs == count else f"{machine.jobs} at a time, "
+    share = "on the GPU" if machine.gpus else f"with {_plural(machine.threads, 'thread')}"
+    each = (
+        "each" if options.tensor_parallel == 1 else f"for each of {options.tensor_parallel} ranks"
+    )
+    console.print(
+        f"Training {_plural(count, 'run')} of {options.steps} steps, {order}{share} {each}; "
+        "Megatron takes a moment to start.",
+        soft_wrap=True,
+    )
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _report(
+    planned: Sequence[Run],
+    options: Options,
+    corpus: Corpus,
+    machine: Machine,
+    versions: dict[str, str],
+    folder: Path,
+    cache: Path,
+) -> dict[str, Any]:
+    from megatron_scalevec.demo.report import Result, make_report
+
+    results = []
+    for run in planned:
+        log = run.reader
+        audit = json.loads(run.audit.read_text(encoding="utf-8")) if run.audit.is_file() else None
+        results.append(
+            Result(
+                name=run.name,
+                strategy=run.strategy,
+                seed=run.seed,
+                command=_repeatable(run.command, folder, cache),
+                training=log.training,
+                validation=log.validation,
+                final_validation_loss=log.final_validation,
+                step_times_ms=log.step_times,
+                seconds=run.seconds,
+                parameters_logged=log.parameters,
+                audit=audit,
+            )
+        )
+    return make_report(
+        results,
+        options,
+        text={
+            "source": corpus.source,
+            "files": corpus.files,
+            "documents": len(corpus.documents),
+            "training_bytes": corpus.training_bytes,
+            "validation_bytes": corpus.validation_bytes,
+            "split": corpus.split,
+            "sha256": corpus.digest,
+        },
+        machine={
+            "device": "cuda" if machine.gpus else "cpu",
+            "gpus": len(machine.gpus),
+            "cores": machine.cores,
+            "jobs": machine.jobs,
+            "threads_per_rank": machine.threads,
+        },
+        versions=versions,
+    )
+
+
+def _repeatable(command: Sequence[str], folder: Path, cache: Path) -> tuple[str, ...]:
+    """The command as it can be given again inside the result folder."""
+    parts = [part.replace(str(folder), ".").replace(str(cache), "./data/cache") for part in command]
+    return ("python", *parts[1:])
+
+
+def _finish(report: dict[str, Any], folder: ResultFolder) -> None:
+    from megatron_scalevec.demo.picture import draw
+    from megatron_scalevec.demo.report import write_report
+
+    with _quiet():
+        draw(report, folder.path / _PICTURE)
+    # Last, because it is what tells a complete result.
+    write_report(report, folder.path / REPORT)
+    folder.install()
+
+
+def _conclude(report: dict[str, Any], options: Options, seconds: float, console: Console) -> None:
+    from megatron_scalevec.demo.report import table
+
+    console.print()
+    console.print(table(report))
+    out = options.out
+    console.print(
+        f"\n{out / REPORT}   everything above, and the curves\n"
+        f"{out / _PICTURE}      the curves drawn\n"
+        f"{out}/audits, {out}/logs, {out}/data\n",
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(f"{report['note']}", soft_wrap=True)
+    if report["machine"]["jobs"] > 1:
+        console.print("Step times were taken while runs shared the machine.", soft_wrap=True)
+    console.print(f"Took {int(seconds) // 60} min {int(seconds) % 60} s.")
+
+
+def _explain(failure: Any, kept: Path) -> None:
+    from megatron_scalevec.demo.logs import failure_excerpt
+
+    log = kept / "logs" / failure.run.reader.path.name
+    lines = [f"  {line}" for line in failure_excerpt(log)]
+    if lines:
+        print("\n".join(lines), file=sys.stderr)
+    diverged = any("Unexpected result" in line for line in lines)
+    hint = " It diverged: try a lower --learning-rate." if diverged else ""
+    print(
+        f"scalevec demo: the run {failure.run.name} {failure.reason}, so the demo was stopped."
+        f"{hint} Its log: {log}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Megatron from warning of every optional package it lacks; the runs' logs do."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Turn the first signal into :class:`_Stopped`; later ones do not disturb cleaning up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread gets signals
+        return
+    stopped = False
+
+    def stop(number: int, _frame: Any) -> None:
+        nonlocal stopped
+        if not stopped:
+            stopped = True
+            raise _Stopped(number)
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP"):
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

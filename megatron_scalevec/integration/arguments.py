@@ -1,0 +1,141 @@
+"""The ``--scalevec-*`` flags: one declaration for the launcher's own parser and for Megatron's."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_scalevec.config import COMPONENTS, SITES, STRATEGIES, ScaleVecConfig, choose
+from megatron_scalevec.errors import ScaleVecError
+
+__all__ = ["CPU_MODES", "add_arguments", "flags_in", "options", "parse_own"]
+
+CPU_MODES = ("auto", "on", "off")
+PREFIX = "--scalevec-"
+
+# Flags that say what is built. They travel in YAML files and checkpoints; the others belong to one launch.
+MODEL_FLAGS = ("strategy", *(name for name in COMPONENTS if name != "execution"), "sites")
+
+
+def _named(what: str, valid: Sequence[str]):
+    def parse(value: str) -> str:
+        try:
+            return choose(what, value, valid)
+        except ScaleVecError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+def _sites(value: str) -> str:
+    try:
+        return ",".join(ScaleVecConfig(strategy="iwd", sites=value).sites)
+    except ScaleVecError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags to a parser. Values are strings or None, which checkpoints can hold."""
+    group = parser.add_argument_group(title="scale vectors")
+    group.add_argument(
+        f"{PREFIX}strategy",
+        type=_named("strategy", list(STRATEGIES)),
+        metavar="NAME",
+        help="; ".join(f"{name}: {strategy.summary}" for name, strategy in STRATEGIES.items())
+        + ". Default: stock.",
+    )
+    for component, values in COMPONENTS.items():
+        flag = PREFIX + component.replace("_", "-")
+        group.add_argument(
+            flag,
+            type=_named(f"value for {flag}", list(values)),
+            metavar="|".join(values),
+            help="; ".join(f"{name}: {text}" for name, text in values.items()).replace("%", "%%")
+            + ". Default: as the strategy says.",
+        )
+    group.add_argument(
+        f"{PREFIX}sites",
+        type=_sites,
+        metavar="SITE,...",
+        help="where the strategy acts: "
+        + "; ".join(f"{name}: {text}" for name, text in SITES.items())
+        + ". Default: everywhere.",
+    )
+    group.add_argument(
+        f"{PREFIX}audit",
+        metavar="FILE",
+        help="write the audit (what was built, against what was asked for) to this JSON file as well; with "
+        "--save it lies beside the checkpoints anyway.",
+    )
+    group.add_argument(
+        f"{PREFIX}cpu",
+        type=_named(f"value for {PREFIX}cpu", CPU_MODES),
+        metavar="|".join(CPU_MODES),
+        help="run Megatron on the CPU; auto (the default of the launcher): when no CUDA device is found.",
+    )
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ScaleVecError(message)
+
+
+def options() -> list[str]:
+    """All flags, for messages and for the test that freezes the list."""
+    parser = add_arguments(_Parser(add_help=False))
+    return [option for action in parser._actions for option in action.option_strings]
+
+
+def flags_in(argv: Sequence[str]) -> list[str]:
+    """The arguments that are ours, values not included."""
+    return [item.split("=", 1)[0] for item in argv if item.startswith(PREFIX)]
+
+
+def parse_own(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the flags out of a whole Megatron command line, before Megatron is imported.
+
+    Raises:
+        ScaleVecError: An unknown ``--scalevec-`` flag, a bad value, or a combination that contradicts
+            itself.
+    """
+    known = options()
+    for flag in flags_in(argv):
+        if flag not in known:
+            near = difflib.get_close_matches(flag, known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ScaleVecError(f"unknown argument {flag}: the flags are {', '.join(known)}.{hint}")
+    parser = add_arguments(_Parser(add_help=False, allow_abbrev=False))
+    args, _ = parser.parse_known_args(list(argv))
+    ScaleVecConfig.from_namespace(args)
+    return args
+
+
+def merge_yaml(args: Any, command_line: argparse.Namespace, path: str) -> None:
+    """Give a namespace read from ``--yaml-cfg`` its scale-vector keys.
+
+    Megatron replaces the whole command line by the YAML file, so a flag that stands only there would be
+    dropped without a word.
+
+    Raises:
+        ScaleVecError: The command line says something the file does not say.
+    """
+    for name in MODEL_FLAGS:
+        key = f"scalevec_{name}"
+        given, written = getattr(command_line, key), getattr(args, key, None)
+        if isinstance(written, list):
+            written = ",".join(written)
+        setattr(args, key, written)
+        if given is not None and given != written:
+            flag = PREFIX + name.replace("_", "-")
+            state = "has no such key" if written is None else f"says {written!r}"
+            raise ScaleVecError(
+                f"{flag} {given} was given with --yaml-cfg {path}, which replaces the command line and "
+                f"{state}: write '{key}: {given}' at the top level of that file."
+            )
+    for name in ("execution", "audit", "cpu"):
+        key = f"scalevec_{name}"
+        if getattr(args, key, None) is None:
+            setattr(args, key, getattr(command_line, key))

@@ -1,0 +1,416 @@
+"""Every place where the flag enters Megatron, in one table.
+
+A hook wraps one function of Megatron. Each names its target, the versions it was written for, other
+modules that hold the same function under a name of their own, and when it must have been called. A target
+that is missing stops the run at installation, before a process group exists; a hook that was never called
+although its time has passed stops the run when the audit is made. Installing imports
+``megatron.training``; CPU mode, if wanted, is installed before.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from megatron_scalevec.config import ScaleVecConfig
+from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.integration.arguments import (
+    MODEL_FLAGS,
+    add_arguments,
+    merge_yaml,
+    parse_own,
+)
+from megatron_scalevec.patching import PatchSet, resolve
+from megatron_scalevec.support import refuse_unsupported
+from megatron_scalevec.versions import require_megatron_training, require_supported_megatron
+
+__all__ = ["AUDIT_FILE", "HOOKS", "Hook", "Session", "install", "installed", "session", "uninstall"]
+
+AUDIT_FILE = "scalevec_audit.json"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One wrapped function.
+
+    ``make`` takes the session and the original and returns the wrapper. ``by_name``: modules that
+    imported the function by name, per version window; their binding is replaced too. ``required``: with
+    an active strategy it must have been called by the time model and optimizer exist.
+    """
+
+    name: str
+    target: str
+    versions: str
+    make: Callable[[Session, Callable[..., Any]], Callable[..., Any]]
+    by_name: tuple[tuple[str, str], ...] = ()
+    required: bool = False
+
+
+class Session:
+    """What the hooks of one process know: the arguments given, what they resolved to, who was called."""
+
+    def __init__(self, command_line: Any, version: Version, cpu: bool) -> None:
+        self.command_line = command_line
+        self.version = version
+        self.cpu = cpu
+        self.config = ScaleVecConfig.from_namespace(command_line)
+        self.called: set[str] = set()
+        self.restoring = False
+        self.audit: Any = None
+
+    def never_called(self) -> list[Hook]:
+        """Required hooks that were not called so far."""
+        return [hook for hook in HOOKS if hook.required and hook.name not in self.called]
+
+
+_patches = PatchSet()
+_session: Session | None = None
+
+
+def installed() -> bool:
+    """Whether the hooks are in place."""
+    return _session is not None
+
+
+def session() -> Session:
+    """The running session. Raises RuntimeError before :func:`install`."""
+    if _session is None:
+        raise RuntimeError("the hooks are not installed")
+    return _session
+
+
+def install(argv: list[str] | None = None, *, cpu: bool = False) -> Session:
+    """Put every hook in place; a second call changes nothing.
+
+    Args:
+        argv: The command line, by default this process's; only ``--scalevec-*`` is read from it.
+        cpu: Whether CPU mode is on, so that the arguments CPU needs are chosen.
+
+    Raises:
+        ScaleVecError: Megatron is missing or outside the window, ``megatron.training`` is missing, a
+            target does not exist in this version, or a flag is wrong. Nothing stays patched.
+    """
+    global _session
+    if _session is not None:
+        return _session
+    command_line = parse_own(sys.argv[1:] if argv is None else argv)
+    version = require_supported_megatron()
+    require_megatron_training(version)
+    new = Session(command_line, version, cpu)
+    try:
+        for hook in HOOKS:
+            _land(hook, new)
+    except BaseException:
+        _patches.undo()
+        raise
+    _session = new
+    return new
+
+
+def uninstall() -> None:
+    """Take every hook out again."""
+    global _session
+    _patches.undo()
+    _session = None
+
+
+def _land(hook: Hook, new: Session) -> None:
+    if not SpecifierSet(hook.versions).contains(new.version.base_version, prereleases=True):
+        raise ScaleVecError(
+            f"the hook on {hook.target} was written for megatron-core {hook.versions}, not for "
+            f"{new.version}; the run was stopped before it started. Use a version in that window."
+        )
+    try:
+        owner, attribute = resolve(hook.target)
+    except (ImportError, AttributeError) as error:
+        raise ScaleVecError(
+            f"the hook on {hook.target} cannot land in megatron-core {new.version}: {error}. The run was "
+            "stopped before it started; without this hook the strategy would silently do nothing."
+        ) from error
+    original = getattr(owner, attribute)
+    wrapper = hook.make(new, original)
+
+    @functools.wraps(original)
+    def counted(*args, **kwargs):
+        new.called.add(hook.name)
+        return wrapper(*args, **kwargs)
+
+    _patches.set(owner, attribute, counted)
+    for module, versions in hook.by_name:
+        if SpecifierSet(versions).contains(new.version.base_version, prereleases=True):
+            other, _ = resolve(f"{module}:{attribute}")
+            if getattr(other, attribute) is not original:
+                raise ScaleVecError(
+                    f"the hook on {hook.target} cannot land in megatron-core {new.version}: {module} holds "
+                    f"another {attribute} than expected, so somebody else changed it first. The run was "
+                    "stopped before it started."
+                )
+            _patches.set(other, attribute, counted)
+
+
+# --- the wrappers -------------------------------------------------------------------------------------
+
+
+def _arguments(_: Session, original):
+    return lambda parser: add_arguments(original(parser))
+
+
+def _load_yaml(current: Session, original):
+    def load_yaml(yaml_path):
+        args = original(yaml_path)
+        merge_yaml(args, current.command_line, yaml_path)
+        return args
+
+    return load_yaml
+
+
+def _validate(current: Session, original):
+    def validate(args, defaults=None):
+        if current.cpu:
+            from megatron_scalevec import cpu
+
+            changes = cpu.choose_arguments(args)
+            if changes:
+                _say(f"CPU mode changed {len(changes)} arguments: {'; '.join(changes)}")
+        _require_data(args)
+        config = ScaleVecConfig.from_namespace(args)
+        # Before Megatron's own validation, whose complaints would send the user in another direction;
+        # and after it, when derived values are known and YAML sections are flat.
+        refuse_unsupported(args, config)
+        result = original(args, {} if defaults is None else defaults)
+        args = args if result is None else result
+        refuse_unsupported(args, config)
+        current.config = config
+        if config.active:
+            _say(f"scale vectors asked for: {config.describe()}")
+        return result
+
+    return validate
+
+
+def _require_data(args: Any) -> None:
+    """Stop for a dataset that is not there; Megatron would find out on one rank, minutes later."""
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        for prefix in _prefixes(getattr(args, name, None)):
+            if "://" in prefix:
+                continue
+            missing = [end for end in (".bin", ".idx") if not os.path.exists(prefix + end)]
+            if missing:
+                flag = "--" + name.replace("_", "-")
+                raise ScaleVecError(
+                    f"{flag} {prefix}: {' and '.join(prefix + end for end in missing)} not found; give the "
+                    "path of an indexed dataset without its .bin/.idx ending."
+                )
+
+
+def _prefixes(value: Any) -> list[str]:
+    """Paths in Megatron's blend notation, where weights may stand between them."""
+    if value is None:
+        return []
+    items = value.split() if isinstance(value, str) else [str(item) for item in value]
+    return [item for item in items if not _is_number(item)]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _gpt_model(current: Session, original):
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if current.config.active:
+            from megatron_scalevec.convert import apply_scale_vectors
+
+            apply_scale_vectors(self, current.config)
+
+    return init
+
+
+def _overrides(current: Session, original):
+    def get_standard_config_overrides(config):
+        from megatron_scalevec.decay import with_decaying_vectors
+
+        overrides = original(config)
+        if not current.config.active:
+            return overrides
+        return with_decaying_vectors(overrides, current.config.weight_decay)
+
+    return get_standard_config_overrides
+
+
+def _setup(current: Session, original):
+    def setup_model_and_optimizer(*args, **kwargs):
+        model, optimizer, scheduler = original(*args, **kwargs)
+        if current.config.active:
+            _audit(current, model, optimizer)
+        return model, optimizer, scheduler
+
+    return setup_model_and_optimizer
+
+
+def _audit(current: Session, model: Any, optimizer: Any) -> None:
+    import torch
+    from megatron.training import get_args
+
+    from megatron_scalevec.audit import audit
+
+    missing = [
+        h for h in current.never_called() if optimizer is not None or h.name != "decay overrides"
+    ]
+    if missing:
+        where = ", ".join(hook.target for hook in missing)
+        raise ScaleVecError(
+            f"--scalevec-strategy {current.config.strategy}: the hook on {where} did not take part in "
+            f"building the model (megatron-core {current.version}), so the strategy cannot be in it; the "
+            "run was stopped before training."
+        )
+    current.audit = audit(model, optimizer, config=current.config)
+    if torch.distributed.get_rank() == 0:
+        print(current.audit.table(), flush=True)
+        args = get_args()
+        files = [getattr(args, "scalevec_audit", None)]
+        if getattr(args, "save", None):
+            files.append(os.path.join(args.save, AUDIT_FILE))
+        for file in filter(None, files):
+            current.audit.write(file)
+
+
+def _load_args(current: Session, original):
+    def load_args_from_checkpoint(args, *rest, **kwargs):
+        current.restoring = True
+        try:
+            return original(args, *rest, **kwargs)
+        finally:
+            current.restoring = False
+
+    return load_args_from_checkpoint
+
+
+def _base_checkpoint(current: Session, original):
+    def _load_base_checkpoint(load_dir, args, *rest, **kwargs):
+        result = original(load_dir, args, *rest, **kwargs)
+        state = result[0] if result else None
+        saved = state.get("args") if isinstance(state, dict) else None
+        if saved is not None:
+            if current.restoring:
+                _restore(args, saved)
+            else:
+                _require_same(current.config, saved, load_dir)
+        return result
+
+    return _load_base_checkpoint
+
+
+def _restore(args: Any, saved: Any) -> None:
+    """``--use-checkpoint-args``: what the command line leaves open comes from the checkpoint.
+
+    All or nothing: a component of the checkpoint next to a strategy of the command line would be a
+    strategy that neither asked for.
+    """
+    keys = [f"scalevec_{name}" for name in MODEL_FLAGS]
+    if all(getattr(args, key, None) is None for key in keys):
+        for key in keys:
+            setattr(args, key, getattr(saved, key, None))
+
+
+def _require_same(config: ScaleVecConfig, saved: Any, load_dir: str) -> None:
+    was = ScaleVecConfig.from_namespace(saved)
+    if was != config:
+        flags = " ".join(_flags_of(saved)) or "no --scalevec-* flag"
+        raise ScaleVecError(
+            f"the checkpoint in {load_dir} was trained with {was.describe()}, and this run asks for "
+            f"{config.describe()}: give the checkpoint's strategy ({flags}, or --use-checkpoint-args), or "
+            "start without --load."
+        )
+
+
+def _flags_of(saved: Any) -> list[str]:
+    found = []
+    for name in MODEL_FLAGS:
+        value = getattr(saved, f"scalevec_{name}", None)
+        if value is not None:
+            found.append(f"--scalevec-{name.replace('_', '-')} {value}")
+    return found
+
+
+def _say(message: str) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"[scalevec] {message}", flush=True)
+
+
+_ALL = ">=0.16.1,<0.20"
+_TO_0_17 = ">=0.16.1,<0.18"
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "arguments",
+        "megatron.training.arguments:add_megatron_arguments",
+        _ALL,
+        _arguments,
+    ),
+    Hook(
+        "yaml arguments",
+        "megatron.training.yaml_arguments:load_yaml",
+        _ALL,
+        _load_yaml,
+    ),
+    Hook(
+        "validation",
+        "megatron.training.arguments:validate_args",
+        _ALL,
+        _validate,
+        by_name=(("megatron.training.initialize", _TO_0_17),),
+    ),
+    Hook(
+        "yaml validation",
+        "megatron.training.yaml_arguments:validate_yaml",
+        _ALL,
+        _validate,
+        by_name=(("megatron.training.initialize", _TO_0_17),),
+    ),
+    Hook(
+        "checkpoint arguments",
+        "megatron.training.checkpointing:load_args_from_checkpoint",
+        _ALL,
+        _load_args,
+        by_name=(("megatron.training.initialize", _TO_0_17),),
+    ),
+    Hook(
+        "checkpoint strategy",
+        "megatron.training.checkpointing:_load_base_checkpoint",
+        _ALL,
+        _base_checkpoint,
+    ),
+    Hook(
+        "model",
+        "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+        _ALL,
+        _gpt_model,
+        required=True,
+    ),
+    Hook(
+        "decay overrides",
+        "megatron.core.optimizer:get_standard_config_overrides",
+        _ALL,
+        _overrides,
+        by_name=(("megatron.training.training", _ALL),),
+        required=True,
+    ),
+    Hook(
+        "audit",
+        "megatron.training.training:setup_model_and_optimizer",
+        _ALL,
+        _setup,
+    ),
+)

@@ -1,0 +1,94 @@
+"""Run an unmodified Megatron training script with the hooks in place."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.integration import hooks
+from megatron_scalevec.integration.arguments import parse_own
+from megatron_scalevec.versions import require_megatron_training, require_supported_megatron
+
+__all__ = ["launch", "pretrain"]
+
+
+def launch(script: str, arguments: Sequence[str]) -> None:
+    """Run ``script`` as ``python script arguments...`` would, with the flags understood.
+
+    Raises:
+        ScaleVecError: Bad flags, an unsupported Megatron, a script that does not exist, or a script that
+            ended without building a model although a strategy was asked for.
+    """
+    if not os.path.isfile(script):
+        raise ScaleVecError(
+            f"no such script: {script}; give the path of a Megatron training script, for example "
+            "pretrain_gpt.py of a Megatron-LM checkout, or use 'scalevec pretrain' for the built-in one."
+        )
+    path = os.path.abspath(script)
+
+    def run() -> None:
+        # As the interpreter does for a script: its folder is where its imports are looked up first.
+        sys.path.insert(0, os.path.dirname(path))
+        runpy.run_path(path, run_name="__main__")
+
+    _run(path, arguments, run)
+
+
+def pretrain(arguments: Sequence[str]) -> None:
+    """Pre-train a GPT with Megatron's loop from the wheel alone; see :mod:`.pretrain_gpt`."""
+
+    def run() -> None:
+        from megatron_scalevec.integration.pretrain_gpt import main
+
+        main()
+
+    _run("scalevec-pretrain", arguments, run)
+
+
+def _run(name: str, arguments: Sequence[str], run: Callable[[], None]) -> None:
+    own = parse_own(arguments)
+    version = require_supported_megatron()
+    require_megatron_training(version)
+    _single_process_defaults()
+    sys.argv = [name, *arguments]
+    session = hooks.install(list(arguments), cpu=_start_cpu_mode(own.scalevec_cpu or "auto"))
+    # Scripts call into Megatron in the middle of their own start-up; a ScaleVecError from a hook passes
+    # through them to the caller, which prints it.
+    run()
+    if session.config.active and session.audit is None and "model" not in session.called:
+        raise ScaleVecError(
+            f"{name} ended without building a GPTModel, so --scalevec-strategy "
+            f"{session.config.strategy} was not applied to anything; launch a script that pre-trains a "
+            "megatron.core GPT model."
+        )
+
+
+def _start_cpu_mode(wanted: str) -> bool:
+    from megatron_scalevec import cpu
+
+    if wanted == "off" or (wanted == "auto" and cpu.cuda_available()):
+        return False
+    cpu.install()
+    return True
+
+
+def _single_process_defaults() -> None:
+    """Without torchrun, be a group of one. Under torchrun all of these are set already."""
+    if "WORLD_SIZE" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    defaults = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+    for key, value in defaults.items():
+        os.environ.setdefault(key, value)

@@ -1,0 +1,1 @@
+"""Leaf modules that carry scale vectors. Importing this package imports Megatron."""

@@ -1,0 +1,64 @@
+"""The Megatron versions this package is written for, and the check that comes before any private name."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from megatron_scalevec.errors import ScaleVecError
+
+__all__ = [
+    "SUPPORTED",
+    "megatron_version",
+    "require_supported_megatron",
+    "require_megatron_training",
+]
+
+SUPPORTED = SpecifierSet(">=0.16.1,<0.20")
+
+
+def megatron_version() -> Version:
+    """Version of the importable megatron-core.
+
+    Raises:
+        ScaleVecError: There is none.
+    """
+    try:
+        from megatron.core.package_info import __version__
+    except ImportError as error:
+        raise ScaleVecError(
+            "megatron-core is not importable in this environment "
+            f"({error}): install megatron-core {SUPPORTED}, or put a Megatron-LM checkout on PYTHONPATH."
+        ) from error
+    return Version(__version__)
+
+
+def require_supported_megatron() -> Version:
+    """The version, if it lies in the window.
+
+    Raises:
+        ScaleVecError: It does not, or there is no Megatron.
+    """
+    version = megatron_version()
+    # A development checkout carries a local part (0.19.0+abc123), which a specifier would reject.
+    if not SUPPORTED.contains(version.base_version, prereleases=True):
+        raise ScaleVecError(
+            f"megatron-core {version} is outside the versions this package is written for ({SUPPORTED}); "
+            "install one of those, or a newer megatron_scalevec."
+        )
+    return version
+
+
+def require_megatron_training(version: Version) -> None:
+    """Check that the training loop is there: the wheels of megatron-core before 0.17 lack it.
+
+    Raises:
+        ScaleVecError: ``megatron.training`` is not importable.
+    """
+    if importlib.util.find_spec("megatron.training") is None:
+        raise ScaleVecError(
+            f"megatron.training is missing beside megatron-core {version} (its wheel carries it from 0.17 "
+            "on): put a Megatron-LM checkout of the same version on PYTHONPATH, or install a newer wheel."
+        )

@@ -1,0 +1,52 @@
+"""Command lines of the small Megatron runs in the tests."""
+
+from __future__ import annotations
+
+__all__ = ["LAYOUTS", "tiny_gpt"]
+
+_COMMON = """
+--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64
+--seq-length 32 --max-position-embeddings 32
+--micro-batch-size 2 --global-batch-size 4 --train-iters 10
+--lr 3e-3 --min-lr 3e-4 --lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-warmup-iters 2
+--weight-decay 0.1 --clip-grad 0.5 --seed 1234
+--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 32
+--mock-data --split 99,1,0 --attention-dropout 0 --hidden-dropout 0
+--eval-iters 0 --eval-interval 100 --log-interval 1
+--transformer-impl local --use-cpu-initialization
+""".split()
+
+_MODELS = {
+    # As in current models: grouped queries, gated MLP, RMSNorm, no biases, untied output head.
+    "llama": """--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm
+        --disable-bias-linear --position-embedding-type rope
+        --untie-embeddings-and-output-weights""".split(),
+    # As in GPT-2: plain MLP, LayerNorm with bias, biases, tied output head.
+    "gpt2": """--normalization LayerNorm --position-embedding-type learned_absolute""".split(),
+    # Output-Norms on q and k.
+    "qk-norm": """--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm
+        --disable-bias-linear --position-embedding-type rope --qk-layernorm
+        --untie-embeddings-and-output-weights""".split(),
+    # One group of keys and values for all query heads: with two tensor-parallel ranks a chunk of
+    # the fused weight ends inside the group.
+    "one-group": """--group-query-attention --num-query-groups 1 --swiglu --normalization RMSNorm
+        --disable-bias-linear --position-embedding-type rope
+        --untie-embeddings-and-output-weights""".split(),
+}
+
+LAYOUTS = {
+    "serial": (1, []),
+    "tp2": (2, ["--tensor-model-parallel-size", "2"]),
+    "tp2-sp": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "pp2": (2, ["--pipeline-model-parallel-size", "2"]),
+    "dp2-distopt": (
+        2,
+        ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+    ),
+}
+"""Name to number of ranks and the arguments that ask for them."""
+
+
+def tiny_gpt(model: str = "llama", *more: str) -> list[str]:
+    """Arguments of a run that takes well under a second of computation."""
+    return [*_COMMON, *_MODELS[model], *more]

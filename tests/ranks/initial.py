@@ -1,0 +1,53 @@
+"""Start values that depend on a parameter's name alone, whatever the layout.
+
+Megatron's own initialization differs between pipeline splits, so runs with and without one could not be
+compared. Scale vectors get values away from one: at one, many mistakes cancel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+import torch
+
+__all__ = ["fill_by_name"]
+
+
+def fill_by_name(model: torch.nn.Module, tp_rank: int, tp_size: int) -> None:
+    """Overwrite every trainable parameter of a model chunk."""
+    numbers = {
+        name: module.layer_number - 1
+        for name, module in model.named_modules()
+        if hasattr(module, "layer_number") and re.search(r"layers\.\d+$", name)
+    }
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            key = name
+            for path, number in numbers.items():
+                if name.startswith(path + "."):
+                    key = re.sub(r"layers\.\d+$", f"layers.{number}", path) + name[len(path) :]
+            if key == "output_layer.weight" and model.share_embeddings_and_output_weights:
+                key = "embedding.word_embeddings.weight"
+            with torch.no_grad():
+                param.copy_(_value(key, param, tp_rank, tp_size))
+
+
+def _value(key: str, param: torch.nn.Parameter, tp_rank: int, tp_size: int) -> torch.Tensor:
+    dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
+    shape = list(param.shape)
+    if dim is not None:
+        shape[dim] *= tp_size
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if param.dim() > 1:
+        full = 0.05 * noise
+    elif key.endswith("bias"):
+        full = 0.02 * noise
+    else:
+        full = 1 + 0.1 * noise
+    if dim is None:
+        return full
+    # Stride 2: every rank holds a share of the first half (gate), then its share of the second (up).
+    halves = full.chunk(getattr(param, "partition_stride", 1), dim=dim)
+    return torch.cat([half.chunk(tp_size, dim=dim)[tp_rank] for half in halves], dim=dim)

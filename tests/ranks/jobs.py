@@ -1,0 +1,436 @@
+"""What the ranks of a test do. Each function runs in a freshly forked process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ranks.initial import fill_by_name
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+def train(
+    argv: list[str],
+    plugin: bool = True,
+    by_name: bool = True,
+    sabotage: str | None = None,
+    script: str | None = None,
+) -> dict[str, Any]:
+    """Run a training script and record what it did, in full precision.
+
+    Args:
+        argv: The command line.
+        plugin: Go through the launcher; CPU mode is on with and without.
+        by_name: Replace initial values by ones that do not depend on the layout.
+        sabotage: Name of a function in :data:`SABOTAGE` that breaks something on purpose.
+        script: A file in ``tests/scripts``; the built-in GPT entry by default.
+
+    Returns:
+        ``losses`` (empty on ranks without the last pipeline stage), ``grad_norms``, ``vectors``: final
+        values of all 1-D parameters by name over the whole pipeline, ``audit`` as a dict or None.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+    from megatron.training import training
+
+    from megatron_scalevec import cpu
+    from megatron_scalevec.integration import hooks, launch, pretrain_gpt
+    from megatron_scalevec.patching import PatchSet
+
+    patches = PatchSet()
+    if sabotage:
+        SABOTAGE[sabotage](patches)
+    if not plugin:
+        # Only what the CPU needs: the run that a plugin-less user would have.
+        from megatron.training import arguments
+
+        def choose_then(original):
+            def validate(args, defaults=None):
+                cpu.choose_arguments(args)
+                return original(args, defaults or {})
+
+            return validate
+
+        patches.wrap(arguments, "validate_args", choose_then)
+
+    record: dict[str, Any] = {"losses": [], "grad_norms": [], "vectors": {}, "audit": None}
+    chunks: list[torch.nn.Module] = []
+
+    def start_by_name(original):
+        def setup_model_and_optimizer(*args, **kwargs):
+            model, optimizer, scheduler = original(*args, **kwargs)
+            chunks.extend(unwrap_model(model))
+            if by_name:
+                for chunk in chunks:
+                    fill_by_name(
+                        chunk,
+                        parallel_state.get_tensor_model_parallel_rank(),
+                        parallel_state.get_tensor_model_parallel_world_size(),
+                    )
+                optimizer.reload_model_params()
+            return model, optimizer, scheduler
+
+        return setup_model_and_optimizer
+
+    def recorded(original):
+        def train_step(*args, **kwargs):
+            result = original(*args, **kwargs)
+            if "lm loss" in result[0]:
+                record["losses"].append(float(result[0]["lm loss"]))
+            record["grad_norms"].append(float(result[5]))
+            return result
+
+        return train_step
+
+    def record_run():
+        patches.wrap(training, "setup_model_and_optimizer", start_by_name)
+        patches.wrap(training, "train_step", recorded)
+
+    path = str(TESTS / "scripts" / script) if script else None
+    # Megatron exits by itself after some options.
+    with contextlib.suppress(SystemExit):
+        if not plugin:
+            record_run()
+            sys.argv = ["pretrain", *argv]
+            runpy.run_path(path, run_name="__main__") if path else pretrain_gpt.main()
+        else:
+            # On top of the plugin's hooks, so that scale vectors get their start values as well.
+            patches.wrap(hooks, "install", lambda original: _then(original, record_run))
+            launch.launch(path, argv) if path else launch.pretrain(argv)
+
+    for chunk in chunks:
+        layers = {
+            name: module.layer_number
+            for name, module in chunk.named_modules()
+            if hasattr(module, "layer_number") and name.split(".")[-1].isdigit()
+        }
+        for name, param in chunk.named_parameters():
+            if param.dim() == 1 and not getattr(param, "tensor_model_parallel", False):
+                for path, number in layers.items():
+                    if name.startswith(path + "."):
+                        name = f"layer{number}{name[len(path) :]}"
+                record["vectors"][name] = param.detach().float().numpy().copy()
+    if plugin and hooks.session().audit is not None:
+        record["audit"] = json.loads(hooks.session().audit.to_json())
+    return record
+
+
+def _then(function, more):
+    def both(*args, **kwargs):
+        result = function(*args, **kwargs)
+        more()
+        return result
+
+    return both
+
+
+def _drop_tensor_parallel_sum(patches) -> None:
+    from megatron_scalevec.layers import linear
+
+    patches.set(linear, "sum_gradient_over_tensor_parallel", lambda vectors, group: vectors)
+
+
+SABOTAGE = {"tensor-parallel-sum": _drop_tensor_parallel_sum}
+
+
+def compare_with_reference(kind: str, config: dict[str, Any]) -> dict[str, float]:
+    """Build, convert, move away from the start, and compare with the reference on one sequence.
+
+    Returns:
+        Largest differences, relative to the largest entry: ``start`` (the stock model's logits before
+        conversion against those after), ``logits``, and ``gradient`` over all trainable parameters.
+    """
+    from reference import gpt_logits
+
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from ranks.models import SIZES, build_gpt, initialize_parallel, reference_of
+
+    initialize_parallel()
+    model = build_gpt(kind)
+    tokens = torch.randint(
+        SIZES["vocabulary"], (SIZES["sequence"],), generator=torch.Generator().manual_seed(3)
+    )
+    position = torch.arange(SIZES["sequence"])[None]
+
+    def logits():
+        return model(tokens[None], position, None)[0].double()
+
+    before = logits().detach()
+    apply_scale_vectors(model, ScaleVecConfig(**config))
+    result = {"start": _difference(logits().detach(), before)}
+    fill_by_name(model, 0, 1)
+    params, reference_config, leaves = reference_of(model)
+    ours, expected = logits(), gpt_logits(tokens, params, reference_config)
+    result["logits"] = _difference(ours.detach(), expected.detach())
+    target = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4)).double()
+    (ours * target).sum().backward()
+    (expected * target).sum().backward()
+    worst = 0.0
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            worst = max(worst, _difference(param.grad, leaves[name].grad))
+        elif param.grad is not None:
+            raise AssertionError(f"{name} is frozen and got a gradient")
+    result["gradient"] = worst
+    result["trainable"] = sum(p.requires_grad for p in model.parameters())
+    return result
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def _state(model: torch.nn.Module):
+    """What an observer sees of a model: classes, parameters, whether they train, attributes."""
+    return (
+        [(name, type(module)) for name, module in model.named_modules()],
+        {
+            name: (p.detach().clone(), p.requires_grad, sorted(vars(p)))
+            for name, p in model.named_parameters()
+        },
+    )
+
+
+def _same(a, b) -> bool:
+    return (
+        a[0] == b[0]
+        and a[1].keys() == b[1].keys()
+        and all(torch.equal(a[1][k][0], b[1][k][0]) and a[1][k][1:] == b[1][k][1:] for k in a[1])
+    )
+
+
+def convert_trained(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert a model whose norms have moved away from one."""
+    from megatron_scalevec import ScaleVecConfig, ScaleVecError, apply_scale_vectors
+    from ranks.models import SIZES, build_gpt, initialize_parallel
+
+    initialize_parallel()
+    model = build_gpt("llama")
+    fill_by_name(model, 0, 1)
+    tokens = torch.arange(SIZES["sequence"])[None]
+
+    def logits():
+        return model(tokens, tokens, None).detach()
+
+    before, state = logits(), _state(model)
+    try:
+        apply_scale_vectors(model, ScaleVecConfig(**config))
+    except ScaleVecError as error:
+        return {"error": str(error), "unchanged": _same(state, _state(model))}
+    norms = [
+        m for n, m in model.named_modules() if n.endswith(("input_layernorm", "mlp_layernorm"))
+    ]
+    return {
+        "difference": _difference(logits(), before),
+        "norms": {float(value) for norm in norms for value in norm.weight},
+    }
+
+
+def convert_refused(case: str) -> dict[str, Any]:
+    """Ask for the impossible and look at the model afterwards."""
+    from megatron_scalevec import ScaleVecConfig, ScaleVecError, apply_scale_vectors
+    from ranks.models import build_gpt, initialize_parallel
+
+    initialize_parallel()
+    model = build_gpt("llama")
+    last = model.decoder.layers[-1]
+    if case == "twice":
+        apply_scale_vectors(model, ScaleVecConfig(strategy="dp"))
+    elif case == "wrapped":
+
+        class Wrapper(torch.nn.Module):
+            def __init__(self, module):
+                super().__init__()
+                self.module = module
+
+        model = Wrapper(model)
+    elif case == "linear":
+        last.mlp.linear_fc1.__class__ = type("Other", (type(last.mlp.linear_fc1),), {})
+    elif case == "attention":
+        last.self_attention.__class__ = type("Latent", (type(last.self_attention),), {})
+    elif case == "unknown-vector":
+        model.decoder.extra = torch.nn.Parameter(torch.ones(3))
+    state = _state(model)
+    try:
+        apply_scale_vectors(model, ScaleVecConfig(strategy="hg"))
+    except ScaleVecError as error:
+        return {"error": str(error), "unchanged": _same(state, _state(model))}
+    return {"error": "", "unchanged": False}
+
+
+def audit_broken(breakage: str | None) -> dict[str, Any]:
+    """Convert, break one thing, and audit with an optimizer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import get_standard_config_overrides as standard
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    from megatron_scalevec import ScaleVecConfig, ScaleVecError, apply_scale_vectors
+    from megatron_scalevec.audit import audit
+    from megatron_scalevec.decay import with_decaying_vectors
+    from ranks.models import build_gpt, initialize_parallel
+
+    initialize_parallel()
+    model = build_gpt("llama", params_dtype=torch.float32, pipeline_dtype=torch.float32).float()
+    config = ScaleVecConfig(strategy="hg")
+    apply_scale_vectors(model, config)
+    optimizer_config = OptimizerConfig(lr=0.1, weight_decay=0.1, optimizer="adam")
+    overrides = standard(optimizer_config)
+    if breakage != "no-decay-rule":
+        overrides = with_decaying_vectors(overrides, "split")
+    last = model.decoder.layers[-1]
+    if breakage == "not-in-optimizer":
+        last.mlp.linear_fc1.gamma_in_up.requires_grad_(False)
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    optimizer = get_megatron_optimizer(optimizer_config, [wrapped], config_overrides=overrides)
+    if breakage == "drop-layer":
+        last.mlp.linear_fc1.__class__ = ColumnParallelLinear
+    elif breakage == "drop-vector":
+        del last.mlp.linear_fc1.gamma_in_gate
+    elif breakage == "thaw-norm":
+        last.pre_mlp_layernorm.weight.requires_grad_(True)
+        last.pre_mlp_layernorm.weight.scalevec_role = "stock"
+    elif breakage == "late-vector":
+        model.decoder.extra = torch.nn.Parameter(torch.ones(3))
+    elif breakage == "other-config":
+        config = ScaleVecConfig(strategy="dp")
+    try:
+        result = audit(wrapped, optimizer, config=config)
+    except ScaleVecError as error:
+        return {"error": str(error), "audit": None}
+    return {"error": None, "audit": json.loads(result.to_json())}
+
+
+def checkpoint_tensors(folder: str) -> dict[str, Any]:
+    """Every tensor of a torch_dist checkpoint, complete, as numpy."""
+    from megatron.core import dist_checkpointing
+
+    torch.distributed.init_process_group("gloo")
+    return dict(_tensors(dist_checkpointing.load_plain_tensors(folder), ""))
+
+
+def _tensors(node: Any, path: str):
+    if isinstance(node, torch.Tensor):
+        yield path, node.float().numpy()
+    elif isinstance(node, (dict, list, tuple)):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _tensors(value, f"{path}/{key}")
+
+
+def _hook_bindings() -> dict[str, Any]:
+    """Every attribute that a hook replaces, as it is now."""
+    from megatron_scalevec.integration import hooks
+    from megatron_scalevec.patching import resolve
+
+    found = {}
+    for hook in hooks.HOOKS:
+        owner, attribute = resolve(hook.target)
+        found[hook.target] = getattr(owner, attribute)
+        for module, _ in hook.by_name:
+            other = sys.modules.get(module)
+            if other is not None and hasattr(other, attribute):
+                found[f"{module}:{attribute}"] = getattr(other, attribute)
+    return found
+
+
+def install_and_uninstall() -> dict[str, Any]:
+    """Install twice, uninstall once."""
+    from megatron_scalevec.integration import hooks
+
+    before = _hook_bindings()
+    first = hooks.install(["--scalevec-strategy", "hg"])
+    once = _hook_bindings()
+    second = hooks.install([])
+    twice = _hook_bindings()
+    hooks.uninstall()
+    return {
+        "targets": [hook.target for hook in hooks.HOOKS],
+        "second_is_first": first is second and once == twice,
+        "changed": sum(once[name] is not before[name] for name in before),
+        "restored": _hook_bindings() == before and not hooks.installed(),
+    }
+
+
+def install_broken(breakage: str, target: str) -> dict[str, Any]:
+    """Install after something has been taken away, and look at what is left changed."""
+    import dataclasses
+
+    import megatron.core.optimizer
+    import megatron.core.package_info
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.training import training
+
+    from megatron_scalevec import ScaleVecError
+    from megatron_scalevec.integration import hooks
+
+    if breakage == "missing" and target == "GPTModel.__init__":
+        hooks.HOOKS = tuple(
+            dataclasses.replace(h, target=h.target.replace("GPTModel", "GPTModelOfTomorrow"))
+            if h.name == "model"
+            else h
+            for h in hooks.HOOKS
+        )
+        target = "GPTModelOfTomorrow.__init__"
+    elif breakage == "missing":
+        delattr(megatron.core.optimizer, target)
+    elif breakage == "version":
+        hooks.HOOKS = tuple(
+            dataclasses.replace(h, versions=">=0.16.1,<0.17") if target in h.target else h
+            for h in hooks.HOOKS
+        )
+    elif breakage == "replaced":
+        setattr(training, target, lambda config: {})
+    elif breakage == "megatron":
+        megatron.core.package_info.__version__ = target
+    stock = GPTModel.__init__
+    try:
+        hooks.install(["--scalevec-strategy", "hg"])
+    except ScaleVecError as error:
+        message = str(error).replace("GPTModelOfTomorrow", "GPTModel")
+        return {
+            "error": message,
+            "restored": GPTModel.__init__ is stock and len(hooks._patches) == 0,
+        }
+    return {"error": "", "restored": False}
+
+
+def launch_only(argv: list[str], script: str) -> bool:
+    """Launch a script without recording anything."""
+    from megatron_scalevec.integration import launch
+
+    launch.launch(str(TESTS / "scripts" / script), argv)
+    return True
+
+
+def _bypass_model(patches) -> None:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_scalevec.integration import hooks
+
+    stock = GPTModel.__init__
+    patches.wrap(
+        hooks, "install", lambda install: _then(install, lambda: setattr(GPTModel, "__init__", stock))
+    )
+
+
+def _bypass_decay(patches) -> None:
+    from megatron.training import training
+
+    from megatron_scalevec.integration import hooks
+
+    stock = training.get_standard_config_overrides
+
+    def put_back():
+        training.get_standard_config_overrides = stock
+
+    patches.wrap(hooks, "install", lambda install: _then(install, put_back))
+
+
+SABOTAGE.update({"bypass model": _bypass_model, "bypass decay overrides": _bypass_decay})

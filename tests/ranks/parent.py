@@ -1,0 +1,158 @@
+"""The process that imports once and forks ranks: ``python -m ranks.parent FD``."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.util
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from typing import Any
+
+# What every run imports sooner or later, some of it seconds' worth (tokenizer libraries).
+_USED_BY_RUNS = (
+    "megatron.training.training",
+    "megatron.training.checkpointing",
+    "megatron.training.yaml_arguments",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text.text_tokenizer",
+    "megatron.core.tokenizers.text.models.gpt_tokenizer",
+    "megatron.core.tokenizers.text.libraries.huggingface_tokenizer",
+    "megatron_scalevec.integration.pretrain_gpt",
+    "megatron_scalevec.audit",
+    "rich.table",
+)
+
+
+def main() -> None:
+    import torch
+
+    # Threads do not survive a fork.
+    torch.set_num_threads(1)
+    from megatron_scalevec import cpu
+
+    cpu.install()
+    if importlib.util.find_spec("megatron.training") is not None:
+        for name in _USED_BY_RUNS:
+            importlib.import_module(name)
+    import ranks.jobs  # noqa: F401
+
+    connection = multiprocessing.connection.Connection(int(sys.argv[1]))
+    while True:
+        try:
+            job, world_size, timeout, arguments = connection.recv()
+        except EOFError:
+            return
+        connection.send(run(job, world_size, timeout, arguments))
+
+
+def run(job: str, world_size: int, timeout: float, arguments: dict[str, Any]):
+    """Fork, wait, collect. Returns (failures, results by rank)."""
+    port = _free_port()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pids = {}
+        for rank in range(world_size):
+            pid = os.fork()
+            if pid == 0:
+                _rank(folder, job, rank, world_size, port, arguments)  # never returns
+            pids[pid] = rank
+        failures = _wait(pids, folder, job, world_size, timeout)
+        results = []
+        if not failures:
+            for rank in range(world_size):
+                with open(_file(folder, rank, "result"), "rb") as file:
+                    results.append(pickle.load(file))
+        return failures, results
+
+
+def _wait(
+    pids: dict[int, int], folder: str, job: str, world_size: int, timeout: float
+) -> list[str]:
+    deadline = time.monotonic() + timeout
+    failed: list[int] = []
+    left = dict(pids)
+    late = False
+    while left:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in left:
+            rank = left.pop(pid)
+            if status != 0:
+                failed.append(rank)
+                # Its peers wait for it; give them a moment to say something themselves.
+                deadline = min(deadline, time.monotonic() + 2)
+        elif time.monotonic() > deadline:
+            late = not failed
+            for pid in left:
+                os.kill(pid, signal.SIGABRT if late else signal.SIGKILL)
+            for pid in left:
+                os.waitpid(pid, 0)
+            if late:
+                failed.extend(left.values())
+            left.clear()
+        else:
+            time.sleep(0.01)
+    what = f"{job} on {world_size} ranks" + (f" took more than {timeout:.0f} s" if late else "")
+    return [f"{what}, rank {rank}:\n{_report(folder, rank)}" for rank in failed]
+
+
+def _report(folder: str, rank: int) -> str:
+    text = ""
+    for kind in ("output", "error"):
+        try:
+            with open(_file(folder, rank, kind), encoding="utf-8", errors="replace") as file:
+                text += file.read()[-6000:]
+        except FileNotFoundError:
+            pass
+    return text
+
+
+def _rank(folder: str, job: str, rank: int, world_size: int, port: int, arguments) -> None:
+    code = 1
+    try:
+        output = open(_file(folder, rank, "output"), "w", buffering=1)
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        faulthandler.enable(file=output)
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="localhost",
+            MASTER_PORT=str(port),
+        )
+        import ranks.jobs
+
+        result = getattr(ranks.jobs, job)(**arguments)
+        with open(_file(folder, rank, "result"), "wb") as file:
+            pickle.dump(result, file)
+        code = 0
+    except BaseException:
+        with open(_file(folder, rank, "error"), "w") as file:
+            traceback.print_exc(file=file)
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _file(folder: str, rank: int, kind: str) -> str:
+    return os.path.join(folder, f"{rank}.{kind}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main()

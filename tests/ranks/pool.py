@@ -1,0 +1,81 @@
+"""The test process's side of the pool."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.connection
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RankFailure", "RankPool"]
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+class RankFailure(AssertionError):
+    """A rank raised; the message holds its traceback and the end of its output."""
+
+
+class RankPool:
+    """Runs functions of ``tests/ranks/jobs.py`` on groups of forked gloo ranks."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTHONPATH": os.pathsep.join(
+                [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
+            ),
+        }
+        self._output = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ranks.parent", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._connection = multiprocessing.connection.Connection(ours.detach())
+
+    def run(
+        self, job: str, world_size: int = 1, timeout: float = 240, **arguments: Any
+    ) -> list[Any]:
+        """Call ``ranks.jobs.<job>(**arguments)`` on ``world_size`` ranks; results by rank.
+
+        Raises:
+            RankFailure: A rank raised or exited, or the time ran out.
+        """
+        self._connection.send((job, world_size, timeout, arguments))
+        # The pool enforces the limit itself and says where the ranks stand; this is the safety net.
+        if not self._connection.poll(timeout + 60):
+            self.close()
+            raise RankFailure(f"{job} on {world_size} ranks: no answer in {timeout + 60:.0f} s")
+        try:
+            failures, results = self._connection.recv()
+        except EOFError:
+            raise RankFailure(f"the rank pool died:\n{self._tail()}") from None
+        if failures:
+            raise RankFailure("\n".join(failures))
+        return results
+
+    def _tail(self) -> str:
+        self._output.seek(0)
+        return self._output.read().decode(errors="replace")[-4000:]
+
+    def close(self) -> None:
+        """End the pool and whatever ranks are left."""
+        self._connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._output.close()

@@ -1,0 +1,3 @@
+"""A script that never gets to a model."""
+
+print("nothing to do")

@@ -1,0 +1,146 @@
+"""Hooks: they land or the run stops; what they let through and what they do not."""
+
+import re
+
+import pytest
+from ranks.arguments import tiny_gpt
+from ranks.pool import RankFailure
+
+pytestmark = pytest.mark.needs_training
+
+
+def test_install_twice_and_uninstall(ranks):
+    [found] = ranks.run("install_and_uninstall")
+    assert found["second_is_first"]
+    assert found["changed"] >= len(found["targets"])
+    assert found["restored"]
+
+
+@pytest.mark.parametrize("target", ["GPTModel.__init__", "get_standard_config_overrides"])
+def test_a_hook_whose_target_is_gone_stops_before_anything_is_changed(ranks, target):
+    [found] = ranks.run("install_broken", breakage="missing", target=target)
+    assert re.search(rf"the hook on .*{re.escape(target)} cannot land in megatron-core 0\.", found["error"])
+    assert found["restored"]
+
+
+def test_a_hook_outside_its_versions_stops(ranks):
+    [found] = ranks.run("install_broken", breakage="version", target="GPTModel.__init__")
+    assert "was written for megatron-core >=0.16.1,<0.17, not for 0." in found["error"]
+    assert found["restored"]
+
+
+def test_a_function_that_somebody_else_replaced_stops(ranks):
+    [found] = ranks.run("install_broken", breakage="replaced", target="get_standard_config_overrides")
+    assert "somebody else changed it first" in found["error"]
+    assert found["restored"]
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.20.0", "1.0"])
+def test_megatron_outside_the_window_is_refused(ranks, version):
+    [found] = ranks.run("install_broken", breakage="megatron", target=version)
+    assert f"megatron-core {version} is outside the versions" in found["error"]
+    assert ">=0.16.1" in found["error"] and "<0.20" in found["error"]
+
+
+@pytest.mark.parametrize("hook", ["model", "decay overrides"])
+def test_a_hook_that_was_bypassed_stops_before_training(ranks, hook):
+    """Somebody put the original back between installation and model building."""
+    with pytest.raises(RankFailure) as caught:
+        ranks.run("train", argv=tiny_gpt("llama", "--scalevec-strategy", "hg"), sabotage=f"bypass {hook}")
+    assert "did not take part in building the model" in str(caught.value)
+    assert "the run was stopped before training" in " ".join(str(caught.value).split())
+
+
+def test_a_script_that_builds_no_model_is_told_so(ranks):
+    with pytest.raises(RankFailure, match="ended without building a GPTModel"):
+        ranks.run("train", argv=["--scalevec-strategy", "hg"], script="builds_nothing.py")
+    ranks.run("launch_only", argv=[], script="builds_nothing.py")
+
+
+def test_the_import_door_does_what_the_launcher_does(ranks):
+    """``import megatron_scalevec.megatron`` as a script's first line."""
+    argv = tiny_gpt("llama", "--scalevec-strategy", "hg", "--scalevec-cpu", "on")
+    [by_import] = ranks.run("train", argv=argv, plugin=False, script="imports_the_plugin.py")
+    [launched] = ranks.run("train", argv=argv)
+    assert by_import["losses"] == launched["losses"]
+
+
+def test_every_entry_of_the_table_refuses_what_it_says():
+    """Entry by entry, on the arguments alone."""
+    from types import SimpleNamespace
+
+    from megatron_scalevec import ScaleVecConfig, ScaleVecError
+    from megatron_scalevec.support import REFUSALS, refuse_unsupported
+
+    triggers = {
+        "transformer-impl": {"transformer_impl": "transformer_engine"},
+        "experts": {"num_experts": 8},
+        "latent-attention": {"multi_latent_attention": True},
+        "mtp": {"mtp_num_layers": 1},
+        "heterogeneous": {"heterogeneous_layers_config_path": "x.json"},
+        "experimental-attention": {"experimental_attention_variant": "dsa"},
+        "attention-output-gate": {"attention_output_gate": True},
+        "hybrid": {"hybrid_layer_pattern": "M*"},
+        "legacy-models": {"use_legacy_models": True},
+        "fsdp": {"use_megatron_fsdp": True},
+        "fp8-fp4": {"fp8": "hybrid"},
+        "optimizer": {"optimizer": "muon"},
+        "optimizer-cpu-offload": {"optimizer_cpu_offload": True},
+        "precision-aware-optimizer": {"use_precision_aware_optimizer": True},
+        "layernorm-1p": {"apply_layernorm_1p": True},
+        "wd-on-qk-norms": {"apply_wd_to_qk_layernorm": True},
+        "kitchen": {"use_kitchen": True},
+        "modelopt": {"modelopt_enabled": True},
+        "cuda-graphs": {"cuda_graph_impl": "local"},
+        "weight-rematerialization": {"gtp_weight_remat_size": 2},
+        "delayed-wgrad": {"delay_wgrad_compute": True},
+        "qk-clip": {"qk_clip": True},
+    }
+    assert triggers.keys() == {refusal.name for refusal in REFUSALS}
+    fine = {"transformer_impl": "local", "optimizer": "adam", "cuda_graph_impl": "none"}
+    hg = ScaleVecConfig(strategy="hg")
+    refuse_unsupported(SimpleNamespace(**fine), hg)
+    for refusal in REFUSALS:
+        args = SimpleNamespace(**{**fine, **triggers[refusal.name]})
+        refuse_unsupported(args, ScaleVecConfig())
+        with pytest.raises(ScaleVecError) as caught:
+            refuse_unsupported(args, hg)
+        message = str(caught.value)
+        assert refusal.way_out in message and message.endswith("or drop --scalevec-strategy.")
+        assert "{" not in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--num-experts", "2"],
+        ["--mtp-num-layers", "1"],
+        ["--qk-clip"],
+        ["--apply-wd-to-qk-layernorm"],
+        ["--attention-output-gate"],
+    ],
+    ids=lambda a: a[0].strip("-"),
+)
+def test_refusals_come_before_the_model_is_built(ranks, arguments):
+    """Through Megatron's real argument parsing."""
+    with pytest.raises(RankFailure) as caught:
+        ranks.run("train", argv=tiny_gpt("qk-norm", *arguments, "--scalevec-strategy", "hg"))
+    assert "or drop --scalevec-strategy." in str(caught.value)
+    assert "building GPT" not in str(caught.value)
+
+
+def test_flags_are_frozen():
+    """A new flag is a conscious act: add it here, to the README and to the changelog."""
+    from megatron_scalevec.integration.arguments import options
+
+    assert options() == [
+        "--scalevec-strategy",
+        "--scalevec-branches",
+        "--scalevec-placement",
+        "--scalevec-reparam",
+        "--scalevec-weight-decay",
+        "--scalevec-execution",
+        "--scalevec-sites",
+        "--scalevec-audit",
+        "--scalevec-cpu",
+    ]
