@@ -30,9 +30,7 @@ ITERATION = (
     " global batch size:     4 | lm loss: {loss} | loss scale: 1.0 | grad norm: 0.965 |"
     " number of skipped iterations:   0 | number of nan iterations:   0 |"
 )
-VALIDATION = (
-    " validation loss at iteration {where} | lm loss value: {loss} | lm loss PPL: 1.8E+02 | "
-)
+VALIDATION = " validation loss at iteration {where} | lm loss value: {loss} | lm loss PPL: 1.8E+02 | "
 LOG = "\n".join(
     [
         "WARNING:megatron.core.rerun_state_machine:Result validation enabled",
@@ -387,9 +385,7 @@ AUDIT = {
     "parameters_added": 2304,
     "norm_scales_retired": 12,
     "vectors": [{"holder": "linear"}] * 30 + [{"holder": "norm"}],
-    "decay_groups": [
-        {"weight_decay_multiplier": 1.0, "learning_rate_multiplier": 1.0, "tensors": 57}
-    ],
+    "decay_groups": [{"weight_decay_multiplier": 1.0, "learning_rate_multiplier": 1.0, "tensors": 57}],
 }
 
 
@@ -419,9 +415,7 @@ def _report(strategies, seeds):
         for index, seed in enumerate(options.seeds)
         for name in options.strategies
     ]
-    return reports.make_report(
-        results, options, text={}, machine={"jobs": 2}, versions={"torch": "0"}
-    )
+    return reports.make_report(results, options, text={}, machine={"jobs": 2}, versions={"torch": "0"})
 
 
 def _shown(report):
@@ -472,9 +466,7 @@ def test_report_is_strict_json(tmp_path):
     assert "NaN" not in (tmp_path / "report.json").read_text()
 
 
-@pytest.mark.parametrize(
-    "strategies, seeds", [("stock,hg", "1"), ("stock,hg", "2"), ("stock", "1")]
-)
+@pytest.mark.parametrize("strategies, seeds", [("stock,hg", "1"), ("stock,hg", "2"), ("stock", "1")])
 def test_picture(tmp_path, strategies, seeds):
     pytest.importorskip("matplotlib")
     from megatron_scalevec.demo.picture import draw

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_scalevec.cpu.arguments import choose_arguments
 from megatron_scalevec.errors import ScaleVecError

@@ -68,10 +68,14 @@ def gather_sequence(local: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def patch_attention(patches: PatchSet) -> None:
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     patches.wrap(DotProductAttention, "__init__", _make_init)
     patches.wrap(DotProductAttention, "forward", _make_forward)
+    # 0.16 concludes that TransformerEngine is there because its own wrapper module of that name can
+    # be imported, and then compares types with a placeholder.
+    patches.set(multi_latent_attention, "HAVE_TE", False)
 
 
 def _make_init(original: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Token dispatch between experts with tensors that were on the host from the start."""
+"""Mixture of experts: what the router and the token dispatch take for granted."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ def patch_moe(patches: PatchSet) -> None:
     Upstream converts only what it copies from a GPU; left as tensors, ``all_to_all_single`` does
     not take them.
     """
-    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    # The router asks whether this is None, and 0.16 defines it only with TransformerEngine.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        patches.set(moe_utils, "te_general_gemm", None, create=True)
     patches.wrap(token_dispatcher, "maybe_move_tensor_to_cpu", _make_move)
 
 

@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     from rich.console import Console
 
+    began = time.monotonic()
     options = _options.parse(sys.argv[1:] if argv is None else argv)
     check_place(options.out)
     corpus = read_corpus(options.text, limit=options.text_bytes, seq_length=options.seq_length)
@@ -60,17 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _stopped_by_signals():
             versions = _required_versions()
-            return _demo(options, corpus, versions, console)
+            return _demo(options, corpus, versions, console, began)
     except _Stopped as stopped:
         print("\nStopped; the runs were ended and nothing was kept.", file=sys.stderr, flush=True)
         return 128 + stopped.number
 
 
-def _demo(options: Options, corpus: Corpus, versions: dict[str, str], console: Console) -> int:
+def _demo(options: Options, corpus: Corpus, versions: dict[str, str], console: Console, began: float) -> int:
     from megatron_scalevec.demo import runs as _runs
     from megatron_scalevec.demo.display import make_display
 
-    began = time.monotonic()
     machine = _runs.look_at_machine(options, len(options.strategies) * len(options.seeds))
     _introduce(options, corpus, machine, console)
     with ResultFolder(options.out) as folder, _runs.index_cache() as cache:
@@ -129,9 +129,7 @@ def _introduce(options: Options, corpus: Corpus, machine: Machine, console: Cons
     else:
         order = "side by side, " if machine.jobs == count else f"{machine.jobs} at a time, "
     share = "on the GPU" if machine.gpus else f"with {_plural(machine.threads, 'thread')}"
-    each = (
-        "each" if options.tensor_parallel == 1 else f"for each of {options.tensor_parallel} ranks"
-    )
+    each = "each" if options.tensor_parallel == 1 else f"for each of {options.tensor_parallel} ranks"
     console.print(
         f"Training {_plural(count, 'run')} of {options.steps} steps, {order}{share} {each}; "
         "Megatron takes a moment to start.",

@@ -118,6 +118,4 @@ class _Lines(Display):
 
     def finished(self, run: Run) -> None:
         seconds = run.seconds or 0.0
-        self._say(
-            run, f"done in {seconds:.0f} s, validation loss {run.reader.final_validation:.4f}"
-        )
+        self._say(run, f"done in {seconds:.0f} s, validation loss {run.reader.final_validation:.4f}")

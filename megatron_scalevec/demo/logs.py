@@ -16,9 +16,7 @@ _VALIDATION = re.compile(
 _PARAMETERS = re.compile(r"number of parameters on .*rank \([\d, ]+\):\s*(\d+)")
 
 # torchrun follows a rank's own words with a report of its own, which says less.
-_TORCHRUN = re.compile(
-    r"torch[./]distributed[./]elastic|torch[./]distributed[./]run|ChildFailedError"
-)
+_TORCHRUN = re.compile(r"torch[./]distributed[./]elastic|torch[./]distributed[./]run|ChildFailedError")
 # These say the cause by themselves; what Megatron does afterwards may fail in a way of its own.
 _CAUSE = re.compile(r"scalevec: error|ERROR:.*Unexpected result")
 

@@ -104,9 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         "--strategies",
         metavar="NAME,...",
         default="stock,hg",
-        help="of "
-        + ", ".join(built_strategies())
-        + "; stock is always among them (default: %(default)s)",
+        help="of " + ", ".join(built_strategies()) + "; stock is always among them (default: %(default)s)",
     )
     what.add_argument(
         "--seeds",
@@ -122,8 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         nargs="+",
         type=Path,
-        help="train on these files (default: documentation and sources of this Python "
-        "installation)",
+        help="train on these files (default: documentation and sources of this Python installation)",
     )
     text.add_argument(
         "--text-bytes",
@@ -244,8 +241,7 @@ def _seeds(text: str) -> tuple[int, ...]:
         numbers = []
     if not numbers or min(numbers) < 1:
         raise ScaleVecError(
-            f"--seeds {text!r}: give a number of seeds, or the seeds themselves with commas, all "
-            "at least 1."
+            f"--seeds {text!r}: give a number of seeds, or the seeds themselves with commas, all at least 1."
         )
     if "," in text:
         return tuple(numbers)

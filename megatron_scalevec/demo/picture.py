@@ -44,9 +44,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         smooth = _smooth(losses)
         top.plot(tokens, smooth.mean(0), color=colour, linewidth=1.4, label=f"{name}, training")
         if len(smooth) > 1:
-            top.fill_between(
-                tokens, smooth.min(0), smooth.max(0), color=colour, alpha=0.15, linewidth=0
-            )
+            top.fill_between(tokens, smooth.min(0), smooth.max(0), color=colour, alpha=0.15, linewidth=0)
         tokens, losses = validation[name]
         top.plot(
             tokens,
@@ -63,11 +61,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     top.set_ylim(*_limits(training, validation))
     top.legend(frameon=False, ncols=2 if len(names) < 4 else 3)
     size = report["summary"][0]["parameters"]["stock"]
-    title = (
-        "Megatron-LM on bytes of text"
-        if size is None
-        else f"GPT with {size / 1e6:.2f} M parameters"
-    )
+    title = "Megatron-LM on bytes of text" if size is None else f"GPT with {size / 1e6:.2f} M parameters"
     seeds = report["summary"][0]["seeds"]
     top.set_title(
         f"{title}, {report['arguments']['steps']} steps"
@@ -90,14 +84,10 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def _most_tokens(report: dict[str, Any]) -> int:
-    return max(
-        (run["training"][-1]["tokens"] for run in report["runs"] if run["training"]), default=0
-    )
+    return max((run["training"][-1]["tokens"] for run in report["runs"] if run["training"]), default=0)
 
 
-def _matrix(
-    report: dict[str, Any], name: str, kind: str, unit: float
-) -> tuple[numpy.ndarray, numpy.ndarray]:
+def _matrix(report: dict[str, Any], name: str, kind: str, unit: float) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Tokens in the unit, and losses with one row per seed, at the steps that all seeds have."""
     curves = [
         {point["tokens"]: point["loss"] for point in run[kind]}
@@ -134,9 +124,7 @@ def _draw_difference(axis: Any, training: Any, validation: Any, name: str, colou
     tokens, difference = _difference(training, name, smooth=True)
     axis.plot(tokens, difference.mean(0), color=colour, linewidth=1.2)
     if len(difference) > 1:
-        axis.fill_between(
-            tokens, difference.min(0), difference.max(0), color=colour, alpha=0.15, linewidth=0
-        )
+        axis.fill_between(tokens, difference.min(0), difference.max(0), color=colour, alpha=0.15, linewidth=0)
     tokens, difference = _difference(validation, name, smooth=False)
     axis.plot(
         tokens,

@@ -74,6 +74,8 @@ def make_report(
         "text": text,
         "units": {
             "loss": "nats per byte",
+            "validation": "every evaluation reads other held-out sequences, the same ones in all "
+            "runs of a seed",
             "tokens": "bytes of text, each document's end included",
             "step_time_ms": "median of Megatron's time per step without the first steps; "
             + (
@@ -162,9 +164,7 @@ def _tail_mean(losses: dict[int, float], steps: int) -> float | None:
     return statistics.fmean(last) if last else None
 
 
-def _stock(
-    results: Iterable[Result], options: Options
-) -> tuple[int | None, list[dict[str, Any]] | None]:
+def _stock(results: Iterable[Result], options: Options) -> tuple[int | None, list[dict[str, Any]] | None]:
     """Parameters and decay groups of the stock model, which makes no audit of its own.
 
     The audits of the others count its parameters, and its tensors follow from theirs: take away the
@@ -214,9 +214,7 @@ def _summary(runs: list[dict[str, Any]], options: Options) -> list[dict[str, Any
             for run, stock in pairs
             if run["step_time_ms"]["median"] and stock["step_time_ms"]["median"]
         ]
-        differences = [
-            run["final_validation_loss"] - stock["final_validation_loss"] for run, stock in pairs
-        ]
+        differences = [run["final_validation_loss"] - stock["final_validation_loss"] for run, stock in pairs]
         is_baseline = strategy == BASELINE
         found.append(
             {

@@ -89,9 +89,7 @@ def _text_files(root: Path) -> list[Path]:
     found = []
     for folder, names, files in os.walk(root):
         names[:] = [
-            name
-            for name in names
-            if name not in _SKIPPED_FOLDERS and not name.startswith(("config-", "."))
+            name for name in names if name not in _SKIPPED_FOLDERS and not name.startswith(("config-", "."))
         ]
         found += [Path(folder, name) for name in files if name.endswith(_SUFFIXES)]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
