@@ -151,8 +151,7 @@ class Audit:
         out = io.StringIO()
         Console(file=out, width=100, color_system=None).print(table)
         groups = "; ".join(
-            f"wd x{group.weight_decay_multiplier:g}: {group.tensors} tensors"
-            for group in self.decay_groups
+            f"wd x{group.weight_decay_multiplier:g}: {group.tensors} tensors" for group in self.decay_groups
         )
         return (
             out.getvalue()
@@ -217,9 +216,7 @@ def audit(
     return result
 
 
-def _local_record(
-    chunks: list[torch.nn.Module], optimizer: Any, config: ScaleVecConfig
-) -> dict[str, Any]:
+def _local_record(chunks: list[torch.nn.Module], optimizer: Any, config: ScaleVecConfig) -> dict[str, Any]:
     multipliers = _decay_multipliers(optimizer) if optimizer is not None else None
     vectors, retired, linears, stock = [], 0, 0, 0
     for chunk in chunks:
@@ -301,9 +298,7 @@ def _merge(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _assemble(
-    merged: dict[str, Any], chunks: list[torch.nn.Module], config: ScaleVecConfig
-) -> Audit:
+def _assemble(merged: dict[str, Any], chunks: list[torch.nn.Module], config: ScaleVecConfig) -> Audit:
     from megatron_scalevec import __version__
 
     model_config = _unwrap(chunks[0]).config
@@ -312,9 +307,7 @@ def _assemble(
     vectors = tuple(merged["vectors"])
     built = Counter(map(_kind, vectors))
     sites_with_linears = len({"attention", "mlp"} & set(config.sites))
-    on_linears = config.placement is not None and (
-        config.branches == "split" or config.has_output_scales
-    )
+    on_linears = config.placement is not None and (config.branches == "split" or config.has_output_scales)
     retired_heads = "head" in config.sites and config.placement is None
     return Audit(
         strategy=config.strategy,
@@ -335,8 +328,7 @@ def _assemble(
         linears_converted=merged["linears"],
         linears_expected=layers * sites_with_linears if on_linears else 0,
         norm_scales_retired=merged["retired"],
-        norm_scales_expected=layers * sites_with_linears * config.removes_norm_scale
-        + retired_heads,
+        norm_scales_expected=layers * sites_with_linears * config.removes_norm_scale + retired_heads,
         parameters_stock=merged["stock"],
         parameters_added=sum(v.size for v in vectors if v.holder == "linear")
         - _retired_numel(merged["retired"], model_config.hidden_size),
@@ -377,11 +369,7 @@ def _span(layers: list[int]) -> str:
         return ""
     low, high = min(layers), max(layers)
     complete = sorted(layers) == list(range(low, high + 1))
-    return (
-        (f"{low}" if low == high else f"{low}-{high}")
-        if complete
-        else ",".join(map(str, sorted(layers)))
-    )
+    return (f"{low}" if low == high else f"{low}-{high}") if complete else ",".join(map(str, sorted(layers)))
 
 
 def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
@@ -420,9 +408,7 @@ def _decay_multipliers(optimizer: Any) -> dict[int, float]:
             for param, (index, _) in index_map.items():
                 found[id(param)] = float(groups[index]["wd_mult"])
         elif hasattr(member, "float16_groups"):
-            for group, half, single in zip(
-                groups, member.float16_groups, member.fp32_from_fp32_groups
-            ):
+            for group, half, single in zip(groups, member.float16_groups, member.fp32_from_fp32_groups):
                 for param in [*half, *single]:
                     found[id(param)] = float(group["wd_mult"])
         else:
@@ -444,9 +430,7 @@ def _check_decay(
         # A distributed optimizer knows only the parameters that this rank holds a shard of.
         if any(hasattr(member, "model_param_group_index_map") for member in _members(optimizer)):
             return
-        raise ScaleVecError(
-            f"the scale vector {name} is in no parameter group, so it would never train."
-        )
+        raise ScaleVecError(f"the scale vector {name} is in no parameter group, so it would never train.")
     if (multiplier != 0.0) != wanted:
         raise ScaleVecError(
             f"the scale vector {name} {'should' if wanted else 'should not'} decay, but the optimizer's "

@@ -47,11 +47,7 @@ def _report(error: ScaleVecError) -> None:
 def _leave(code: int) -> int:
     """End a rank of a distributed run at once: its peers may wait in a collective that never comes."""
     torch = sys.modules.get("torch")
-    if (
-        torch is not None
-        and torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-    ):
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

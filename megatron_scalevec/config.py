@@ -97,9 +97,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     "dnp": Strategy("both sides and a norm between", "split", "dual-norm", "none", "split"),
     "or": Strategy("γ as magnitude times direction", "shared", "input", "product", "split"),
     "unified": Strategy("the paper's strategy", "split", "dual-norm", "product", "split"),
-    "unified-foldable": Strategy(
-        "unified without the norm between", "split", "dual", "product", "split"
-    ),
+    "unified-foldable": Strategy("unified without the norm between", "split", "dual", "product", "split"),
 }
 
 COMPONENTS: Mapping[str, Mapping[str, str]] = {

@@ -45,9 +45,7 @@ def qkv_row_map(
     """
     per_group = [query_heads_per_group * head_dim, head_dim, head_dim]
     sizes = tuple(size * num_query_groups for size in per_group)
-    branch = torch.repeat_interleave(torch.arange(3), torch.tensor(per_group)).repeat(
-        num_query_groups
-    )
+    branch = torch.repeat_interleave(torch.arange(3), torch.tensor(per_group)).repeat(num_query_groups)
     starts = torch.tensor([0, sizes[0], sizes[0] + sizes[1]])
     slot = torch.empty_like(branch)
     for index in range(3):
@@ -64,9 +62,7 @@ def fc1_row_map(*, ffn_hidden_size: int, gated: bool, tp_rank: int, tp_size: int
     """
     if not gated:
         slot = torch.arange(ffn_hidden_size)
-        return RowMap(
-            ("up",), (ffn_hidden_size,), *_cut(torch.zeros_like(slot), slot, tp_rank, tp_size)
-        )
+        return RowMap(("up",), (ffn_hidden_size,), *_cut(torch.zeros_like(slot), slot, tp_rank, tp_size))
     share = ffn_hidden_size // tp_size
     own = torch.arange(tp_rank * share, (tp_rank + 1) * share)
     return RowMap(
@@ -119,9 +115,7 @@ class _Fold(torch.autograd.Function):
         weight, gamma_in, gamma_out, branch_of_row, slot_of_row = ctx.saved_tensors
         d_weight = d_in = d_out = None
         if ctx.needs_input_grad[0]:
-            d_weight = _scaled(grad, gamma_in, gamma_out, branch_of_row, slot_of_row).to(
-                weight.dtype
-            )
+            d_weight = _scaled(grad, gamma_in, gamma_out, branch_of_row, slot_of_row).to(weight.dtype)
         dtype = _compute_dtype(weight.dtype)
         by_weight = grad.to(dtype) * weight.to(dtype)
         if gamma_in is not None and ctx.needs_input_grad[1]:
@@ -130,9 +124,9 @@ class _Fold(torch.autograd.Function):
                 scaled = by_weight * gamma_out.to(dtype)[slot_of_row][:, None]
             # One sum per branch: index_add_ would be a single call, but its order of addition, and with
             # it the last bits, varies from run to run on CUDA.
-            d_in = torch.stack(
-                [scaled[branch_of_row == b].sum(dim=0) for b in range(gamma_in.shape[0])]
-            ).to(gamma_in.dtype)
+            d_in = torch.stack([scaled[branch_of_row == b].sum(dim=0) for b in range(gamma_in.shape[0])]).to(
+                gamma_in.dtype
+            )
         if gamma_out is not None and ctx.needs_input_grad[2]:
             scaled = by_weight
             if gamma_in is not None:

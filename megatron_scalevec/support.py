@@ -31,9 +31,7 @@ def _given(*names: str) -> Callable[[Any, ScaleVecConfig], bool]:
     """Whether any of the arguments has a value other than None, False, zero or 'none'."""
 
     def applies(args: Any, _: ScaleVecConfig) -> bool:
-        return any(
-            getattr(args, name, None) not in (None, False, 0, "", "none", []) for name in names
-        )
+        return any(getattr(args, name, None) not in (None, False, 0, "", "none", []) for name in names)
 
     return applies
 
@@ -141,8 +139,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "wd-on-qk-norms",
         lambda args, config: (
-            bool(getattr(args, "apply_wd_to_qk_layernorm", False))
-            and config.weight_decay == "split"
+            bool(getattr(args, "apply_wd_to_qk_layernorm", False)) and config.weight_decay == "split"
         ),
         "--apply-wd-to-qk-layernorm decays the q/k norms, which are Output-Norms and do not decay under "
         "--scalevec-weight-decay split",

@@ -66,9 +66,7 @@ class SetUpError(Exception):
 def main() -> int:
     if len(sys.argv) != 2 or sys.argv[1] not in ENVIRONMENTS:
         given = " ".join(sys.argv[1:]) or "nothing"
-        print(
-            f"make_env.py: expected one of {', '.join(ENVIRONMENTS)}, got {given}", file=sys.stderr
-        )
+        print(f"make_env.py: expected one of {', '.join(ENVIRONMENTS)}, got {given}", file=sys.stderr)
         return 2
     name = sys.argv[1]
     try:
@@ -316,9 +314,7 @@ def checkout_state(shared: Path) -> dict:
 def make_checkout(name: str, folder: Path, shared: Path, state: dict) -> None:
     start = time.monotonic()
     unfinished = folder / (STATE + ".new")
-    if folder.is_symlink() or (
-        folder.exists() and read_state(folder) is None and not unfinished.exists()
-    ):
+    if folder.is_symlink() or (folder.exists() and read_state(folder) is None and not unfinished.exists()):
         raise SetUpError(
             f"{folder} was not made by 'make {ENVIRONMENTS[name]['target']}', so it is left alone: "
             f"move it away or delete it, and run 'make {ENVIRONMENTS[name]['target']}' again."
@@ -369,9 +365,7 @@ def link_scripts(source: Path, target: Path) -> None:
             continue
         # A header that finds the Python beside it, however long or odd the path is.
         header = (
-            b"#!/bin/sh\n"
-            b'\'\'\'exec\' "$(dirname -- "$(readlink -f -- "$0")")/python" "$0" "$@"\n'
-            b"' '''\n"
+            b'#!/bin/sh\n\'\'\'exec\' "$(dirname -- "$(readlink -f -- "$0")")/python" "$0" "$@"\n\' \'\'\'\n'
         )
         (target / script.name).write_bytes(header + body)
         (target / script.name).chmod(0o755)

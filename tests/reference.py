@@ -133,7 +133,5 @@ def gpt_logits(tokens, params, config):
             layer.get("q_gamma"),
             layer.get("k_gamma"),
         )
-        x = x + mlp(
-            norm(x, layer["mlp_norm"]), layer.get("gate"), layer["up"], layer["down"], config.gated
-        )
+        x = x + mlp(norm(x, layer["mlp_norm"]), layer.get("gate"), layer["up"], layer["down"], config.gated)
     return norm(x, params["final"]) @ params["head"].T

@@ -39,9 +39,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(ranks, saved, layout):
     """The same layout, and others; the vectors' optimizer state included."""
     folder, whole = saved
     world_size, arguments = LAYOUTS[layout]
-    argv = _resume(
-        folder, *arguments, "--scalevec-strategy", "dp", "--scalevec-weight-decay", "all"
-    )
+    argv = _resume(folder, *arguments, "--scalevec-strategy", "dp", "--scalevec-weight-decay", "all")
     run = ranks.run("train", world_size, argv=argv, by_name=False)[-1]
     assert len(run["losses"]) == 5
     np.testing.assert_allclose(run["losses"], whole["losses"][5:], rtol=1e-5)

@@ -127,9 +127,7 @@ def test_yaml_without_the_keys(tmp_path, tmp_path_factory):
     """--yaml-cfg replaces the command line, so the flag would be dropped."""
     yaml = tmp_path_factory.mktemp("yaml") / "run.yaml"
     yaml.write_text("language_model:\n  num_layers: 2\n")
-    run = scalevec(
-        "pretrain", "--yaml-cfg", yaml, "--scalevec-strategy", "hg", "--save", "out", cwd=tmp_path
-    )
+    run = scalevec("pretrain", "--yaml-cfg", yaml, "--scalevec-strategy", "hg", "--save", "out", cwd=tmp_path)
     assert_one_sentence(run, "replaces the command line", "'scalevec_strategy: hg'", "run.yaml")
     assert_nothing_written(tmp_path)
 

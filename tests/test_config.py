@@ -36,9 +36,7 @@ def test_a_component_overrides_the_preset():
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s not in BUILT])
 def test_strategies_of_the_method_that_are_not_built_say_so(strategy):
-    with pytest.raises(
-        ScaleVecError, match=rf"{strategy} is part of the method.*available now: .*hg"
-    ):
+    with pytest.raises(ScaleVecError, match=rf"{strategy} is part of the method.*available now: .*hg"):
         ScaleVecConfig(strategy=strategy)
 
 

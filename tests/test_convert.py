@@ -26,9 +26,7 @@ def test_values_and_gradients_equal_the_reference(ranks, kind, strategy):
     ],
 )
 def test_components_equal_the_reference(ranks, components):
-    [found] = ranks.run(
-        "compare_with_reference", kind="gpt2", config={"strategy": "hg", **components}
-    )
+    [found] = ranks.run("compare_with_reference", kind="gpt2", config={"strategy": "hg", **components})
     assert found["start"] == 0.0
     assert max(found["logits"], found["gradient"]) < 1e-13
 

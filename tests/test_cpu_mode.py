@@ -13,7 +13,7 @@ import torch
 from torch.utils import _device
 
 from megatron_scalevec import cpu
-from megatron_scalevec.cpu import attention, streams
+from megatron_scalevec.cpu import attention, optimizers, streams
 from megatron_scalevec.cpu.devices import to_cpu_device
 from megatron_scalevec.errors import ScaleVecError
 
@@ -405,6 +405,68 @@ def test_moe_split_sizes_become_numpy(cpu_mode):
     assert dispatcher.maybe_move_tensor_to_cpu([3], as_numpy=True) == [3]
 
 
+def test_names_that_only_transformer_engine_defines(cpu_mode):
+    multi_latent_attention = pytest.importorskip("megatron.core.transformer.multi_latent_attention")
+    from megatron.core.transformer.moe import moe_utils
+
+    assert moe_utils.te_general_gemm is None
+    assert multi_latent_attention.HAVE_TE is False
+
+
+class StandInOptimizer:
+    """The parts of DistributedOptimizer around its inner torch Adam."""
+
+    def __init__(self):
+        self.parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.1)
+        self.model_param_group_index_map = {"first": (0, 0), "second": (0, 1)}
+
+    def state_dict(self):
+        return {state["step"].item() for state in self.optimizer.state.values()}
+
+    def load_state_dict(self, step):
+        for parameter in self.parameters:
+            self.optimizer.state[parameter]["step"] = step
+
+    def set_states(self, name, tensors):
+        group, order = self.model_param_group_index_map[name]
+        parameter = self.optimizer.param_groups[group]["params"][order]
+        for key, value in {"param": parameter, **self.optimizer.state[parameter]}.items():
+            value.copy_(tensors[key])
+
+
+def test_states_of_a_fresh_optimizer_agree_on_their_step():
+    standing = StandInOptimizer()
+    state_dict = optimizers._make_state_dict(StandInOptimizer.state_dict)
+    assert state_dict(standing) == {0.0}
+    standing.optimizer.state[standing.parameters[0]]["exp_avg"].fill_(3.0)
+    state_dict(standing)
+    assert standing.optimizer.state[standing.parameters[0]]["exp_avg"].tolist() == [3.0, 3.0]
+
+
+def test_loaded_steps_count_on_their_own():
+    standing = StandInOptimizer()
+    optimizers._make_state_dict(StandInOptimizer.state_dict)(standing)
+    load = optimizers._make_load_state_dict(StandInOptimizer.load_state_dict)
+    load(standing, torch.tensor(5.0))
+    for parameter in standing.parameters:
+        parameter.grad = torch.ones(2)
+    standing.optimizer.step()
+    assert standing.state_dict() == {6.0}
+
+
+@pytest.mark.parametrize("extra", [{}, {"step": torch.tensor(0.0)}])
+def test_loading_tensors_leaves_the_loaded_step(extra):
+    standing = StandInOptimizer()
+    optimizers._make_state_dict(StandInOptimizer.state_dict)(standing)
+    standing.load_state_dict(torch.tensor(5.0))
+    set_states = optimizers._make_set_parameter_states(StandInOptimizer.set_states)
+    ones = {name: torch.ones(2) for name in ("param", "exp_avg", "exp_avg_sq")}
+    set_states(standing, "second", {**ones, **extra})
+    assert standing.state_dict() == {5.0}
+    assert standing.parameters[1].tolist() == [1.0, 1.0]
+
+
 def test_recomputation_refills_discarded_outputs(model_parallel):
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
@@ -638,9 +700,7 @@ def test_refusals(given, named):
 
 def test_what_looks_alike_is_not_refused():
     cpu.choose_arguments(megatron_arguments(tensor_parallel_num_weight_shards=2))
-    cpu.choose_arguments(
-        megatron_arguments(hybrid_override_pattern="**", spec=["my.module", "stack"])
-    )
+    cpu.choose_arguments(megatron_arguments(hybrid_override_pattern="**", spec=["my.module", "stack"]))
     with pytest.raises(ScaleVecError):
         cpu.choose_arguments(
             megatron_arguments(hybrid_override_pattern="**", spec=["megatron.core.models", "x"])

@@ -70,9 +70,7 @@ def test_a_second_rule_beside_the_standard_one_is_what_megatron_refuses():
     )
 
     with pytest.raises(ValueError):
-        combine_param_group_overrides(
-            [ParamGroupOverride(wd_mult=0.0), ParamGroupOverride(wd_mult=1.0)]
-        )
+        combine_param_group_overrides([ParamGroupOverride(wd_mult=0.0), ParamGroupOverride(wd_mult=1.0)])
 
 
 def test_other_overrides_stay_as_they_are():

@@ -8,9 +8,7 @@ from megatron_scalevec.fold import fc1_row_map, fold_weight, qkv_row_map
 
 def test_qkv_rows_are_interleaved_by_query_group():
     """Two groups of two query heads, head_dim 1: q0 q1 k0 v0 | q2 q3 k1 v1."""
-    rows = qkv_row_map(
-        num_query_groups=2, query_heads_per_group=2, head_dim=1, tp_rank=0, tp_size=1
-    )
+    rows = qkv_row_map(num_query_groups=2, query_heads_per_group=2, head_dim=1, tp_rank=0, tp_size=1)
     assert rows.branches == ("q", "k", "v")
     assert rows.sizes == (4, 2, 2)
     assert rows.branch_of_row.tolist() == [0, 0, 1, 2, 0, 0, 1, 2]
@@ -30,10 +28,7 @@ def test_more_ranks_than_query_groups_cut_inside_a_group():
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_gated_rows_are_each_ranks_gate_then_its_up(tp_size):
-    maps = [
-        fc1_row_map(ffn_hidden_size=8, gated=True, tp_rank=r, tp_size=tp_size)
-        for r in range(tp_size)
-    ]
+    maps = [fc1_row_map(ffn_hidden_size=8, gated=True, tp_rank=r, tp_size=tp_size) for r in range(tp_size)]
     half = 8 // tp_size
     for rank, rows in enumerate(maps):
         assert rows.branch_of_row.tolist() == [0] * half + [1] * half

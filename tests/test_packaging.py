@@ -293,9 +293,7 @@ def test_commands_run_with_the_checkouts_python(make_env, tmp_path):
     body = "import sys\nprint(sys.orig_argv[0], sys.argv[1:])\n"
     put_script(shared / "program", "echo program").chmod(0o755)
     (shared / "short").write_text(f"#!{shared}/python\n{body}")
-    (shared / "long").write_text(
-        f"#!/bin/sh\n'''exec' {shared}/python \"$0\" \"$@\"\n' '''\n{body}"
-    )
+    (shared / "long").write_text(f"#!/bin/sh\n'''exec' {shared}/python \"$0\" \"$@\"\n' '''\n{body}")
     (shared / "python3").write_text("")
     put_python(folder / "python")
     make_env.link_scripts(shared, folder)

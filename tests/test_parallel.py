@@ -44,9 +44,7 @@ def test_parallel_equals_serial(train, strategy, layout):
     assert_equal_runs(train(strategy, layout), train(strategy, "serial"))
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"), [("gpt2", "tp2-sp"), ("one-group", "tp2"), ("qk-norm", "tp2")]
-)
+@pytest.mark.parametrize(("model", "layout"), [("gpt2", "tp2-sp"), ("one-group", "tp2"), ("qk-norm", "tp2")])
 def test_other_models(train, model, layout):
     """Biases and LayerNorm; a query group cut by the ranks; norms on q and k."""
     assert_equal_runs(train("dp", layout, model), train("dp", "serial", model))

@@ -20,9 +20,7 @@ def test_stock_is_bit_identical_to_no_plugin(ranks, tmp_path, layout):
         argv = tiny_gpt("llama", *arguments, "--save", str(save), "--save-interval", "10")
         if plugin:
             argv += ["--scalevec-strategy", "stock"]
-        runs[plugin] = ranks.run(
-            "train", world_size, argv=argv, plugin=plugin, by_name=False, script=SCRIPT
-        )
+        runs[plugin] = ranks.run("train", world_size, argv=argv, plugin=plugin, by_name=False, script=SCRIPT)
         [tensors[plugin]] = ranks.run("checkpoint_tensors", folder=str(save / "iter_0000010"))
     for without, with_plugin in zip(runs[False], runs[True]):
         assert len(without["losses"]) == 10

@@ -146,9 +146,7 @@ _CHOICES = (
     ),
     _Choice("moe_shared_expert_overlap", "--moe-shared-expert-overlap", False),
     _Choice("delay_wgrad_compute", "--delay-wgrad-compute", False),
-    _Choice(
-        "ep_overlap_early_attn_memory_release", "--ep-overlap-early-attn-memory-release", False
-    ),
+    _Choice("ep_overlap_early_attn_memory_release", "--ep-overlap-early-attn-memory-release", False),
     # CUDA graphs.
     _Choice("enable_cuda_graph", "--enable-cuda-graph", False),
     _Choice("external_cuda_graph", "--external-cuda-graph", False),

@@ -24,9 +24,7 @@ def patch_distributed_optimizer(patches: PatchSet) -> None:
 
     patches.wrap(DistributedOptimizer, "state_dict", _make_state_dict)
     patches.wrap(DistributedOptimizer, "load_state_dict", _make_load_state_dict)
-    patches.wrap(
-        DistributedOptimizer, "_set_main_param_and_optimizer_states", _make_set_parameter_states
-    )
+    patches.wrap(DistributedOptimizer, "_set_main_param_and_optimizer_states", _make_set_parameter_states)
 
 
 def _make_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -91,9 +91,7 @@ def _skip(*args: Any, **kwargs: Any) -> None:
     """Do nothing, for any arguments."""
 
 
-def _wrap_every_binding(
-    patches: PatchSet, owner: Any, name: str, make: Callable[[Any], Any]
-) -> None:
+def _wrap_every_binding(patches: PatchSet, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     """Replace ``owner.name`` and every copy of it that a loaded Megatron module has imported."""
     original = getattr(owner, name)
     replacement = make(original)

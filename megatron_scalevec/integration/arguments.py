@@ -120,8 +120,13 @@ def merge_yaml(args: Any, command_line: argparse.Namespace, path: str) -> None:
     dropped without a word.
 
     Raises:
-        ScaleVecError: The command line says something the file does not say.
+        ScaleVecError: The file has an unknown ``scalevec_`` key or a bad value, or the command line says
+            something the file does not say.
     """
+    known = [option.removeprefix("--").replace("-", "_") for option in options()]
+    for key in vars(args):
+        if key.startswith("scalevec_"):
+            choose(f"key in {path}:", key, known)
     for name in MODEL_FLAGS:
         key = f"scalevec_{name}"
         given, written = getattr(command_line, key), getattr(args, key, None)
@@ -139,3 +144,4 @@ def merge_yaml(args: Any, command_line: argparse.Namespace, path: str) -> None:
         key = f"scalevec_{name}"
         if getattr(args, key, None) is None:
             setattr(args, key, getattr(command_line, key))
+    ScaleVecConfig.from_namespace(args)

@@ -265,9 +265,7 @@ def _audit(current: Session, model: Any, optimizer: Any) -> None:
 
     from megatron_scalevec.audit import audit
 
-    missing = [
-        h for h in current.never_called() if optimizer is not None or h.name != "decay overrides"
-    ]
+    missing = [h for h in current.never_called() if optimizer is not None or h.name != "decay overrides"]
     if missing:
         where = ", ".join(hook.target for hook in missing)
         raise ScaleVecError(

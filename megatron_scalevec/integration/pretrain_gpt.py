@@ -67,9 +67,7 @@ def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | N
                 parallel_state.get_tensor_model_parallel_src_rank(),
                 group=parallel_state.get_tensor_model_parallel_group(),
             )
-        result[key] = _context_parallel_part(
-            tensor, sequence_dim=2 if key == "attention_mask" else 1
-        )
+        result[key] = _context_parallel_part(tensor, sequence_dim=2 if key == "attention_mask" else 1)
     return result
 
 
@@ -121,7 +119,10 @@ def _tokenizer(args: Any):
         from megatron.training import get_tokenizer
 
         return get_tokenizer()
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    try:
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    except ModuleNotFoundError:  # 0.16
+        from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer
 
     return build_tokenizer(args)
 
@@ -156,9 +157,7 @@ def dataset_config(args: Any) -> GPTDatasetConfig:
 
 
 def _reads_data(vp_stage: int | None) -> bool:
-    return parallel_state.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(
-        vp_stage
-    )
+    return parallel_state.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
 
 
 def datasets(num_samples, vp_stage: int | None = None):
@@ -175,9 +174,7 @@ def datasets(num_samples, vp_stage: int | None = None):
 datasets.is_distributed = True
 
 
-def model_provider(
-    pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None
-):
+def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
     """A ``GPTModel`` for Megatron before 0.19, which has no model builder of its own in the wheel."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (

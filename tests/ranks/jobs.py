@@ -224,9 +224,7 @@ def convert_trained(config: dict[str, Any]) -> dict[str, Any]:
         apply_scale_vectors(model, ScaleVecConfig(**config))
     except ScaleVecError as error:
         return {"error": str(error), "unchanged": _same(state, _state(model))}
-    norms = [
-        m for n, m in model.named_modules() if n.endswith(("input_layernorm", "mlp_layernorm"))
-    ]
+    norms = [m for n, m in model.named_modules() if n.endswith(("input_layernorm", "mlp_layernorm"))]
     return {
         "difference": _difference(logits(), before),
         "norms": {float(value) for norm in norms for value in norm.weight},
@@ -434,3 +432,19 @@ def _bypass_decay(patches) -> None:
 
 
 SABOTAGE.update({"bypass model": _bypass_model, "bypass decay overrides": _bypass_decay})
+
+
+def parse_arguments(argv: list[str]) -> dict[str, Any]:
+    """What Megatron's parser makes of a command line with the hooks in place."""
+    from megatron.training import arguments
+
+    from megatron_scalevec import ScaleVecError
+    from megatron_scalevec.integration import hooks
+
+    sys.argv = ["x", *argv]
+    try:
+        hooks.install(argv)
+        args = arguments.parse_args(ignore_unknown_args=True)
+    except ScaleVecError as error:
+        return {"error": str(error)}
+    return {key: value for key, value in vars(args).items() if isinstance(value, (str, int, type(None)))}

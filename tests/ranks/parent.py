@@ -74,9 +74,7 @@ def run(job: str, world_size: int, timeout: float, arguments: dict[str, Any]):
         return failures, results
 
 
-def _wait(
-    pids: dict[int, int], folder: str, job: str, world_size: int, timeout: float
-) -> list[str]:
+def _wait(pids: dict[int, int], folder: str, job: str, world_size: int, timeout: float) -> list[str]:
     deadline = time.monotonic() + timeout
     failed: list[int] = []
     left = dict(pids)

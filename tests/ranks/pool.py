@@ -31,9 +31,7 @@ class RankPool:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTHONPATH": os.pathsep.join(
-                [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
-            ),
+            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]),
         }
         self._output = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
@@ -47,9 +45,7 @@ class RankPool:
         theirs.close()
         self._connection = multiprocessing.connection.Connection(ours.detach())
 
-    def run(
-        self, job: str, world_size: int = 1, timeout: float = 240, **arguments: Any
-    ) -> list[Any]:
+    def run(self, job: str, world_size: int = 1, timeout: float = 240, **arguments: Any) -> list[Any]:
         """Call ``ranks.jobs.<job>(**arguments)`` on ``world_size`` ranks; results by rank.
 
         Raises:

@@ -1,0 +1,51 @@
+"""--yaml-cfg: Megatron replaces the command line by the file, so the keys live in the file."""
+
+import pytest
+
+pytestmark = pytest.mark.needs_training
+
+
+@pytest.fixture
+def parse(ranks, tmp_path):
+    def run(text, *flags):
+        path = tmp_path / "run.yaml"
+        # Megatron reads these two before anything else.
+        path.write_text(text + "disable_msc_deprecated: false\nenable_msc: false\n")
+        [found] = ranks.run("parse_arguments", argv=["--yaml-cfg", str(path), *flags])
+        return found
+
+    return run
+
+
+def test_keys_of_the_file_are_read(parse):
+    found = parse("scalevec_strategy: dp\nscalevec_sites: [mlp]\n")
+    assert found["scalevec_strategy"] == "dp"
+    assert found["scalevec_sites"] == "mlp"
+    assert found["scalevec_placement"] is None
+
+
+def test_a_file_without_the_keys_is_stock(parse):
+    found = parse("train_iters: 10\n")
+    assert found["scalevec_strategy"] is None
+    assert found["train_iters"] == 10
+
+
+def test_the_same_on_the_command_line_is_no_contradiction(parse):
+    found = parse("scalevec_strategy: hg\n", "--scalevec-strategy", "hg", "--scalevec-audit", "a.json")
+    assert found["scalevec_strategy"] == "hg"
+    assert found["scalevec_audit"] == "a.json"
+
+
+def test_something_else_on_the_command_line_is(parse):
+    found = parse("scalevec_strategy: hg\n", "--scalevec-strategy", "dp")
+    assert "says 'hg': write 'scalevec_strategy: dp'" in found["error"]
+
+
+def test_a_wrong_name_in_the_file_is_an_error_with_the_valid_ones(parse):
+    found = parse("scalevec_strategy: gh\n")
+    assert "unknown strategy 'gh'" in found["error"] and "Did you mean 'hg'" in found["error"]
+
+
+def test_a_misspelt_key_in_the_file_is_an_error(parse):
+    found = parse("scalevec_stratgy: hg\n")
+    assert "scalevec_stratgy" in found["error"] and "scalevec_strategy" in found["error"]
