@@ -448,3 +448,16 @@ def parse_arguments(argv: list[str]) -> dict[str, Any]:
     except ScaleVecError as error:
         return {"error": str(error)}
     return {key: value for key, value in vars(args).items() if isinstance(value, (str, int, type(None)))}
+
+
+def run_readme_code(code: str) -> str:
+    """Execute the README's Python with a model, and return what it prints."""
+    import io
+
+    from ranks.models import build_gpt, initialize_parallel
+
+    initialize_parallel()
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(code, {"gpt_model": build_gpt("llama")})
+    return output.getvalue()
