@@ -22,11 +22,12 @@ from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert import applied_config, parameter_roles
 from megatron_scalevec.decay import param_decays
 from megatron_scalevec.errors import ScaleVecError
-from megatron_scalevec.layers.linear import ScaleVecColumnParallelLinear
-from megatron_scalevec.vectors import role_of, vector_info
+from megatron_scalevec.layers.linear import FoldedLinear
+from megatron_scalevec.reparam import get_reparameterization
+from megatron_scalevec.vectors import role_of, vector_info, was_added
 from megatron_scalevec.versions import megatron_version
 
-__all__ = ["Audit", "DecayGroup", "Vector", "audit"]
+__all__ = ["Audit", "DecayGroup", "Expectation", "Vector", "audit", "expectation"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class Vector:
     side: str
     layer: int | None
     holder: str
+    reparam: str
+    part: str
+    added: bool
     size: int
     dtype: str
     weight_decay_class: str
@@ -51,7 +55,7 @@ class DecayGroup:
     """One parameter group of the optimizer, over the ranks of one pipeline."""
 
     weight_decay_multiplier: float
-    learning_rate_multiplier: float
+    max_learning_rate: float
     tensors: int
 
 
@@ -75,6 +79,7 @@ class Audit:
     parameters_stock: int
     parameters_added: int
     decay_groups: tuple[DecayGroup, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def parameters_added_percent(self) -> float:
@@ -103,8 +108,18 @@ class Audit:
         return json.dumps(record, indent=2, sort_keys=True) + "\n"
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON whole or not at all."""
+        """Write the JSON whole or not at all.
+
+        Raises:
+            ScaleVecError: The file cannot be written there.
+        """
         path = os.fspath(path)
+        try:
+            self._write(path)
+        except OSError as error:
+            raise ScaleVecError(f"the audit cannot be written to {path}: {error.strerror}.") from error
+
+    def _write(self, path: str) -> None:
         directory = os.path.dirname(os.path.abspath(path))
         os.makedirs(directory, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=directory, prefix=".scalevec-audit-")
@@ -121,7 +136,7 @@ class Audit:
             raise
 
     def table(self) -> str:
-        """The short table that is printed at start."""
+        """The short table that is printed at start: one row per kind of vector."""
         from rich.console import Console
         from rich.table import Table
 
@@ -130,28 +145,37 @@ class Audit:
             ("vector", "left"),
             ("layers", "right"),
             ("size", "right"),
+            ("stored as", "left"),
             ("class", "left"),
             ("decay", "left"),
             ("expected", "right"),
             ("built", "right"),
         ):
             table.add_column(column, justify=justify)
-        for key, members in self._by_kind():
-            first = members[0] if members else None
-            sizes = sorted({v.size for v in members})
+        for kind, members in self._by_kind():
+            parts = list(dict.fromkeys(v.part for v in members))
+            sizes = sorted({v.size for v in members if v.size > 1}) or [v.size for v in members[:1]]
+            decaying = [v.part for v in members if v.decays]
+            decay = "no" if not decaying else "yes"
+            if decaying and set(decaying) != set(parts):
+                decay = f"{', '.join(dict.fromkeys(decaying))} only"
+            classes = dict.fromkeys(v.weight_decay_class for v in members)
+            keys = [key for key in self.expected_vectors | self.built_vectors if _without_part(key) == kind]
             table.add_row(
-                key,
-                _span([v.layer for v in members if v.layer is not None]) or "-",
+                kind,
+                _span(sorted({v.layer for v in members if v.layer is not None})) or "-",
                 "/".join(map(str, sizes)) or "-",
-                first.weight_decay_class if first else "-",
-                ("yes" if first.decays else "no") if first else "-",
-                str(self.expected_vectors.get(key, 0)),
-                str(self.built_vectors.get(key, 0)),
+                " · ".join(part or "γ" for part in parts) or "-",
+                ", ".join(classes) or "-",
+                decay,
+                str(sum(self.expected_vectors.get(key, 0) for key in keys)),
+                str(sum(self.built_vectors.get(key, 0) for key in keys)),
             )
         out = io.StringIO()
-        Console(file=out, width=100, color_system=None).print(table)
+        Console(file=out, width=110, color_system=None).print(table)
         groups = "; ".join(
-            f"wd x{group.weight_decay_multiplier:g}: {group.tensors} tensors" for group in self.decay_groups
+            f"wd x{group.weight_decay_multiplier:g}, lr {group.max_learning_rate:g}: {group.tensors} tensors"
+            for group in self.decay_groups
         )
         return (
             out.getvalue()
@@ -159,14 +183,15 @@ class Audit:
             f"{self.norm_scales_retired} of {self.norm_scales_expected}\n"
             f"  parameters {self.parameters_stock:,} {self.parameters_added:+,} "
             f"({self.parameters_added_percent:+.4f} %)\n"
-            f"  execution {self.execution}: {self.execution_reason}\n"
+            + "".join(f"  {note}\n" for note in self.notes)
+            + f"  execution {self.execution}: {self.execution_reason}\n"
             f"  weight-decay groups: {groups or 'no optimizer'}\n"
             f"  megatron-core {self.megatron_version}, megatron_scalevec {self.plugin_version}"
         )
 
     def _by_kind(self) -> Iterator[tuple[str, list[Vector]]]:
-        for key in self.expected_vectors | self.built_vectors:
-            yield key, [v for v in self.vectors if _kind(v) == key]
+        for kind in dict.fromkeys(map(_without_part, self.expected_vectors | self.built_vectors)):
+            yield kind, [v for v in self.vectors if _without_part(_kind(v)) == kind]
 
 
 def audit(
@@ -217,24 +242,27 @@ def audit(
 
 
 def _local_record(chunks: list[torch.nn.Module], optimizer: Any, config: ScaleVecConfig) -> dict[str, Any]:
-    multipliers = _decay_multipliers(optimizer) if optimizer is not None else None
-    vectors, retired, linears, stock = [], 0, 0, 0
+    groups = _groups_of_parameters(chunks, optimizer) if optimizer is not None else None
+    vectors, retired, linears, stock, added, retired_numel = [], 0, 0, 0, 0, 0
     for chunk in chunks:
         root = _unwrap(chunk)
         parameter_roles(root)
-        linears += sum(isinstance(m, ScaleVecColumnParallelLinear) for m in root.modules())
+        linears += sum(isinstance(m, FoldedLinear) for m in root.modules())
         for name, param in root.named_parameters():
-            info = vector_info(param)
+            if was_added(param):
+                added += param.numel() if param.requires_grad else 0
             # The last pipeline stage holds a copy of tied embeddings.
-            copy = name == "output_layer.weight" and root.share_embeddings_and_output_weights
-            if (info is None or info.holder == "norm") and not copy:
+            elif not (name == "output_layer.weight" and root.share_embeddings_and_output_weights):
                 stock += _unsharded_numel(param)
+                if param.dim() == 1 and not param.requires_grad and name.endswith(_NORM_SCALES):
+                    retired += 1
+                    retired_numel += param.numel()
+            info = vector_info(param)
             if info is None:
-                retired += not param.requires_grad and param.dim() == 1 and _is_norm_scale(name)
                 continue
-            wanted = param_decays(param, config.weight_decay)
-            if multipliers is not None:
-                _check_decay(name, param, bool(wanted), multipliers, optimizer)
+            wanted = bool(param_decays(param, config.weight_decay))
+            if groups is not None:
+                _check_decay(name, wanted, groups.get(id(param)))
             vectors.append(
                 Vector(
                     name=name,
@@ -243,27 +271,36 @@ def _local_record(chunks: list[torch.nn.Module], optimizer: Any, config: ScaleVe
                     side=info.side,
                     layer=info.layer,
                     holder=info.holder,
+                    reparam=info.reparam,
+                    part=info.part,
+                    added=was_added(param),
                     size=param.numel(),
                     dtype=str(param.dtype).removeprefix("torch."),
                     weight_decay_class=role_of(param),
-                    decays=bool(wanted),
+                    decays=wanted,
                     tensor_parallel="replicated, gradient summed over the group"
                     if info.holder == "linear"
                     else "as Megatron's norms",
                 )
             )
-    groups = [] if optimizer is None else list(_decay_groups(optimizer))
     return {
         "vectors": vectors,
+        "groups": Counter((groups or {}).values()),
         "retired": retired,
         "linears": linears,
         "stock": stock,
-        "groups": groups,
+        "added": added - retired_numel,
     }
 
 
-def _is_norm_scale(name: str) -> bool:
-    return name.endswith("norm.weight")
+# Norms that lose their scale; the q/k norms of a model never do, whatever stands behind them.
+_NORM_SCALES = (
+    "input_layernorm.weight",
+    "pre_mlp_layernorm.weight",
+    "final_layernorm.weight",
+    "enorm.weight",
+    "hnorm.weight",
+)
 
 
 def _unsharded_numel(param: torch.nn.Parameter) -> int:
@@ -289,26 +326,25 @@ def _merge(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     records = list(records)
     groups: Counter = Counter()
     for record in records:
-        for wd, lr, tensors in record["groups"]:
-            groups[wd, lr] += tensors
+        groups.update(record["groups"])
     return {
         "vectors": [vector for record in records for vector in record["vectors"]],
         "groups": [DecayGroup(wd, lr, tensors) for (wd, lr), tensors in sorted(groups.items())],
-        **{key: sum(record[key] for record in records) for key in ("retired", "linears", "stock")},
+        **{key: sum(record[key] for record in records) for key in ("retired", "linears", "stock", "added")},
     }
 
 
 def _assemble(merged: dict[str, Any], chunks: list[torch.nn.Module], config: ScaleVecConfig) -> Audit:
     from megatron_scalevec import __version__
 
-    model_config = _unwrap(chunks[0]).config
-    layers = model_config.num_layers
-    expected = _expected_vectors(config, layers, model_config.gated_linear_unit)
+    expected = expectation(config, _unwrap(chunks[0]).config)
     vectors = tuple(merged["vectors"])
     built = Counter(map(_kind, vectors))
-    sites_with_linears = len({"attention", "mlp"} & set(config.sites))
-    on_linears = config.placement is not None and (config.branches == "split" or config.has_output_scales)
-    retired_heads = "head" in config.sites and config.placement is None
+    notes = []
+    if config.placement == "dual-norm":
+        notes.append("dual-norm: q, k and v are normalized per head; gate and up have no heads and get dual")
+    if config.branches_off:
+        notes.append(f"without scale vectors: {', '.join(config.branches_off)}")
     return Audit(
         strategy=config.strategy,
         components={
@@ -316,6 +352,10 @@ def _assemble(merged: dict[str, Any], chunks: list[torch.nn.Module], config: Sca
             "placement": config.placement,
             "reparam": config.reparam,
             "weight_decay": config.weight_decay,
+            "decay_v_norm": config.decay_v_norm,
+            "vector_dtype": config.vector_dtype,
+            "lr_mult": config.lr_mult,
+            "branches_off": list(config.branches_off),
             "sites": list(config.sites),
         },
         execution="autograd",
@@ -323,45 +363,104 @@ def _assemble(merged: dict[str, Any], chunks: list[torch.nn.Module], config: Sca
         megatron_version=str(megatron_version()),
         plugin_version=__version__,
         vectors=tuple(sorted(vectors, key=lambda v: (v.layer is None, v.layer or 0, v.name))),
-        expected_vectors=expected,
-        built_vectors={key: built[key] for key in [*expected, *sorted(set(built) - set(expected))]},
+        expected_vectors=expected.vectors,
+        built_vectors={
+            key: built[key] for key in [*expected.vectors, *sorted(set(built) - set(expected.vectors))]
+        },
         linears_converted=merged["linears"],
-        linears_expected=layers * sites_with_linears if on_linears else 0,
+        linears_expected=expected.linears,
         norm_scales_retired=merged["retired"],
-        norm_scales_expected=layers * sites_with_linears * config.removes_norm_scale + retired_heads,
+        norm_scales_expected=expected.norm_scales_retired,
         parameters_stock=merged["stock"],
-        parameters_added=sum(v.size for v in vectors if v.holder == "linear")
-        - _retired_numel(merged["retired"], model_config.hidden_size),
+        parameters_added=merged["added"],
         decay_groups=tuple(merged["groups"]),
+        notes=tuple(notes),
     )
 
 
-def _retired_numel(retired: int, hidden_size: int) -> int:
-    return retired * hidden_size
+@dataclass(frozen=True)
+class Expectation:
+    """What a strategy must come to on a model, from the two configurations alone."""
+
+    vectors: dict[str, int]
+    linears: int
+    norm_scales_retired: int
 
 
-def _expected_vectors(config: ScaleVecConfig, layers: int, gated: bool) -> dict[str, int]:
-    """Vectors per kind that the model's configuration implies, independent of what was built."""
-    expected: dict[str, int] = {}
-    if config.placement is None:
-        return expected
-    branches = {"attention": ("q", "k", "v"), "mlp": ("gate", "up") if gated else ("up",)}
-    for site, names in branches.items():
-        if site not in config.sites:
+def expectation(config: ScaleVecConfig, model_config: Any) -> Expectation:
+    """Counts over the whole model: all pipeline stages, MTP layers included.
+
+    Args:
+        config: The strategy.
+        model_config: Megatron's ``TransformerConfig``.
+    """
+    mtp = int(getattr(model_config, "mtp_num_layers", None) or 0)
+    # A repeated MTP layer is one layer, used several times.
+    if mtp and getattr(model_config, "mtp_use_repeated_layer", False):
+        mtp = 1
+    layers = model_config.num_layers + mtp
+    zero_centered = bool(getattr(model_config, "layernorm_zero_centered_gamma", False))
+    attention = ["q", "k", "v"]
+    if getattr(model_config, "attention_output_gate", False):
+        attention.insert(1, "output_gate")
+    mlp = ["gate", "up"] if model_config.gated_linear_unit else ["up"]
+    shared = config.branches == "shared"
+    vectors: dict[str, int] = {}
+
+    def count(site: str, branch: str, side: str, number: int) -> None:
+        for part in get_reparameterization(config.reparam).parts:
+            vectors[f"{site} {branch} {side} {part.suffix}".rstrip()] = number
+
+    moves = config.removes_norm_scale or zero_centered
+    linears = 0
+    for site, all_branches in (("attention", attention), ("mlp", mlp)):
+        if site not in config.sites or config.placement is None:
             continue
+        branches = [branch for branch in all_branches if branch not in config.branches_off]
         if config.has_input_scales:
-            for name in names if config.branches == "split" else ("shared",):
-                expected[f"{site} {name} in"] = layers
+            for branch in ["shared"] if shared else branches:
+                count(site, branch, "in", layers)
         if config.has_output_scales:
-            for name in names:
-                expected[f"{site} {name} out"] = layers
-    if "head" in config.sites:
-        expected["head logits in"] = 1
-    return expected
+            for branch in branches:
+                count(site, branch, "out", layers)
+        behind_norms = config.placement == "dual-norm" and site == "attention"
+        out_on_linear = [b for b in branches if not (behind_norms and b in ("q", "k", "v"))]
+        in_on_linear = config.has_input_scales and (moves if shared else bool(branches))
+        if in_on_linear or (config.has_output_scales and out_on_linear):
+            linears += layers
+    if "projections" in config.sites and config.placement is not None:
+        for branch in ("o", "down"):
+            if branch in config.branches_off:
+                continue
+            linears += layers
+            if config.has_input_scales:
+                count("projections", branch, "in", layers)
+            if config.has_output_scales:
+                count("projections", branch, "out", layers)
+    retired = 0
+    if config.active:
+        sites = len({"attention", "mlp"} & set(config.sites))
+        retired += layers * sites * moves
+    # The head's norm keeps its scale unless it is removed, or moves into another form.
+    leaves = config.placement is None or config.reparam != "none" or zero_centered
+    for site, branches, number in (
+        ("mtp", ("enorm", "hnorm", "final_layernorm"), mtp),
+        ("head", ("logits",), 1),
+    ):
+        if site in config.sites and number:
+            retired += number * len(branches) * leaves
+            if config.placement is not None:
+                for branch in branches:
+                    count(site, branch, "in", number)
+    return Expectation(vectors, linears, retired)
 
 
 def _kind(vector: Vector) -> str:
-    return f"{vector.site} {vector.branch} {vector.side}"
+    return f"{vector.site} {vector.branch} {vector.side} {vector.part}".rstrip()
+
+
+def _without_part(kind: str) -> str:
+    return " ".join(kind.split(" ")[:3])
 
 
 def _span(layers: list[int]) -> str:
@@ -383,54 +482,50 @@ def _members(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _decay_groups(optimizer: Any) -> Iterator[tuple[float, float, int]]:
-    for member in _members(optimizer):
-        for group in member.optimizer.param_groups:
-            if group["params"]:
-                yield (
-                    float(group["wd_mult"]),
-                    float(group.get("lr_mult", 1.0)),
-                    len(group["params"]),
-                )
-
-
-def _decay_multipliers(optimizer: Any) -> dict[int, float]:
-    """``id`` of model parameters to the wd_mult of the group they are in.
+def _groups_of_parameters(chunks: list[torch.nn.Module], optimizer: Any) -> dict[int, tuple[float, float]]:
+    """``id`` of every trainable model parameter to (wd_mult, max_lr) of its group, None where it has none.
 
     Megatron's mixed-precision and distributed optimizers hold copies or shards in the groups, so the way
-    from a model parameter to its group differs for each kind.
+    from a model parameter to its group differs for each kind. A distributed optimizer knows only the
+    parameters that this rank holds a shard of: what the other data-parallel ranks know is added, which
+    makes this collective over them.
     """
-    found: dict[int, float] = {}
+    params = [p for chunk in chunks for p in _unwrap(chunk).parameters() if p.requires_grad]
+    found: dict[int, tuple[float, float]] = {}
+    sharded = False
     for member in _members(optimizer):
         groups = member.optimizer.param_groups
         index_map = getattr(member, "model_param_group_index_map", None)
         if index_map is not None:
-            for param, (index, _) in index_map.items():
-                found[id(param)] = float(groups[index]["wd_mult"])
+            sharded = True
+            pairs = [(param, groups[index]) for param, (index, _) in index_map.items()]
         elif hasattr(member, "float16_groups"):
-            for group, half, single in zip(groups, member.float16_groups, member.fp32_from_fp32_groups):
-                for param in [*half, *single]:
-                    found[id(param)] = float(group["wd_mult"])
+            lists = zip(groups, member.float16_groups, member.fp32_from_fp32_groups)
+            pairs = [(param, group) for group, half, single in lists for param in [*half, *single]]
         else:
-            for group in groups:
-                for param in group["params"]:
-                    found[id(param)] = float(group["wd_mult"])
-    return found
+            pairs = [(param, group) for group in groups for param in group["params"]]
+        for param, group in pairs:
+            found[id(param)] = (float(group["wd_mult"]), float(group.get("max_lr") or 0.0))
+    if sharded:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        table = torch.tensor(
+            [found.get(id(param), (-1.0, -1.0)) for param in params],
+            dtype=torch.float64,
+            device=params[0].device,
+        )
+        torch.distributed.all_reduce(table, op=torch.distributed.ReduceOp.MAX, group=group)
+        for param, (wd, lr) in zip(params, table.tolist()):
+            if wd >= 0:
+                found[id(param)] = (wd, lr)
+    return {id(param): found[id(param)] for param in params if id(param) in found}
 
 
-def _check_decay(
-    name: str,
-    param: torch.nn.Parameter,
-    wanted: bool,
-    multipliers: dict[int, float],
-    optimizer: Any,
-) -> None:
-    multiplier = multipliers.get(id(param))
-    if multiplier is None:
-        # A distributed optimizer knows only the parameters that this rank holds a shard of.
-        if any(hasattr(member, "model_param_group_index_map") for member in _members(optimizer)):
-            return
+def _check_decay(name: str, wanted: bool, group: tuple[float, float] | None) -> None:
+    if group is None:
         raise ScaleVecError(f"the scale vector {name} is in no parameter group, so it would never train.")
+    multiplier, _ = group
     if (multiplier != 0.0) != wanted:
         raise ScaleVecError(
             f"the scale vector {name} {'should' if wanted else 'should not'} decay, but the optimizer's "

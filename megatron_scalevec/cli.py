@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import time
 from collections.abc import Sequence
 
 from megatron_scalevec import __version__
 from megatron_scalevec.config import choose
 from megatron_scalevec.errors import USAGE_EXIT_CODE, ScaleVecError
+from megatron_scalevec.report import leave_with
 
 __all__ = ["main"]
 
@@ -20,8 +19,6 @@ _COMMANDS = {
     "demo": "train a small GPT on this machine under several strategies and compare them",
 }
 
-_FIRST_RANK_SPEAKS_WITHIN = 20.0  # seconds; imports on a busy node differ by several
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code; 2 for anything the user can mend."""
@@ -29,29 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except ScaleVecError as error:
-        _report(error)
-        return _leave(USAGE_EXIT_CODE)
-
-
-def _report(error: ScaleVecError) -> None:
-    """Say it once per node. Mostly every rank meets the same error, and torchrun ends all ranks as soon
-    as one has left; so the others leave the first word to the node's first rank, and speak up only if it
-    stays silent."""
-    rank = os.environ.get("RANK", "0")
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(_FIRST_RANK_SPEAKS_WITHIN)
-    where = "" if rank == "0" else f" (rank {rank})"
-    print(f"scalevec: error{where}: {error}", file=sys.stderr, flush=True)
-
-
-def _leave(code: int) -> int:
-    """End a rank of a distributed run at once: its peers may wait in a collective that never comes."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+        return leave_with(error)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -18,12 +18,16 @@ from megatron_scalevec.errors import ScaleVecError
 
 __all__ = [
     "BRANCHES",
+    "BRANCH_NAMES",
     "COMPONENTS",
+    "DEFAULT_SITES",
     "EXECUTIONS",
     "PLACEMENTS",
     "REPARAMS",
     "SITES",
     "STRATEGIES",
+    "VECTOR_DTYPES",
+    "V_NORM_CLASSES",
     "WEIGHT_DECAYS",
     "ScaleVecConfig",
     "Strategy",
@@ -59,17 +63,29 @@ EXECUTIONS = {
 SITES = {
     "attention": "the pre-attention norm and the maps q, k, v that it feeds",
     "mlp": "the pre-MLP norm and the maps gate, up that it feeds",
+    "mtp": "the norms of the multi-token-prediction block itself",
     "head": "the final norm, which feeds the output head",
+    "projections": "the maps o and down, which no norm feeds; only when named",
 }
+DEFAULT_SITES = ("attention", "mlp", "mtp", "head")
+BRANCH_NAMES = {
+    "attention": ("q", "k", "v", "output_gate"),
+    "mlp": ("gate", "up"),
+    "projections": ("o", "down"),
+}
+V_NORM_CLASSES = {
+    "input": "as an Input-Norm: attention mixes v linearly and the o map can absorb it",
+    "output": "as an Output-Norm",
+}
+VECTOR_DTYPES = {
+    "model": "the model's: bf16 or fp16 with fp32 masters in the optimizer",
+    "fp32": "float32 in the model as well",
+}
+LR_ROLES = ("input", "output", "direction")
 
 # Values of the method that this version does not build yet. They are known names, so the message says
 # "not yet", not "unknown".
-_NOT_YET = {
-    "strategy": ("dnp", "or", "unified", "unified-foldable"),
-    "placement": ("dual-norm",),
-    "reparam": ("product", "unit"),
-    "execution": ("optimizer",),
-}
+_NOT_YET: dict[str, tuple[str, ...]] = {"execution": ("optimizer",)}
 
 
 @dataclass(frozen=True)
@@ -105,6 +121,8 @@ COMPONENTS: Mapping[str, Mapping[str, str]] = {
     "placement": PLACEMENTS,
     "reparam": REPARAMS,
     "weight_decay": WEIGHT_DECAYS,
+    "decay_v_norm": V_NORM_CLASSES,
+    "vector_dtype": VECTOR_DTYPES,
     "execution": EXECUTIONS,
 }
 
@@ -121,6 +139,12 @@ def choose(what: str, value: str, valid: Iterable[str]) -> str:
     near = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ScaleVecError(f"unknown {what} {value!r}: choose one of {', '.join(names)}.{hint}")
+
+
+def _names(value: str | Iterable[str]) -> tuple[str, ...]:
+    """Names from a comma-separated string, or from any iterable of them."""
+    items = value.split(",") if isinstance(value, str) else value
+    return tuple(item.strip() for item in items if item.strip())
 
 
 def _flag(component: str) -> str:
@@ -152,6 +176,14 @@ class ScaleVecConfig:
     """A key of :data:`WEIGHT_DECAYS`."""
     sites: tuple[str, ...] | None = None
     """Keys of :data:`SITES`: where the strategy acts. Norms elsewhere stay exactly stock."""
+    decay_v_norm: str | None = None
+    """A key of :data:`V_NORM_CLASSES`: the weight-decay class of the scale behind the v norm."""
+    vector_dtype: str | None = None
+    """A key of :data:`VECTOR_DTYPES`: how the vectors are stored in a bf16 or fp16 model."""
+    branches_off: tuple[str, ...] | None = None
+    """Branches (:data:`BRANCH_NAMES`) without scale vectors of their own: their scale is one."""
+    lr_mult: str | None = None
+    """Learning-rate multipliers by role, ``input=2,output=0.5``; None for one everywhere."""
     execution: str | None = field(default=None, compare=False)
     """A key of :data:`EXECUTIONS`. Not part of equality: both modes compute the same function."""
 
@@ -170,11 +202,29 @@ class ScaleVecConfig:
             "placement": preset.placement,
             "reparam": preset.reparam,
             "weight_decay": preset.weight_decay,
+            "decay_v_norm": "input",
+            "vector_dtype": "model",
             "execution": "auto",
         }
         for name, default in resolve.items():
             object.__setattr__(self, name, given.get(name, default))
         object.__setattr__(self, "sites", self._resolve_sites())
+        object.__setattr__(self, "branches_off", self._resolve_branches_off())
+        object.__setattr__(self, "lr_mult", self._resolve_lr_mult())
+        self._refuse_without_effect(given)
+
+    def _refuse_without_effect(self, given: Mapping[str, str]) -> None:
+        """A flag that could change nothing is a misunderstanding, not a preference."""
+        if "decay_v_norm" in given and self.placement != "dual-norm":
+            raise ScaleVecError(
+                f"--scalevec-decay-v-norm has no effect with --scalevec-placement {self.placement}: only "
+                "dual-norm has a norm on v; drop the flag."
+            )
+        if "vector_dtype" in given and self.active and not self.owns_vectors:
+            raise ScaleVecError(
+                f"--scalevec-vector-dtype has no effect with --scalevec-strategy {self.strategy}, whose "
+                "scales are the norms' own parameters; drop the flag."
+            )
 
     def _refuse_unbuilt(self, what: str, value: str) -> None:
         if value not in _NOT_YET.get(what, ()):
@@ -188,7 +238,8 @@ class ScaleVecConfig:
 
     def _refuse_contradictions(self, preset: Strategy, given: Mapping[str, str]) -> None:
         if self.strategy == "stock":
-            extra = [*given, *(["sites"] if self.sites is not None else [])]
+            lists = ("sites", "branches_off", "lr_mult")
+            extra = [*given, *(name for name in lists if getattr(self, name))]
             if extra:
                 raise ScaleVecError(
                     f"{', '.join(map(_flag, extra))} needs a strategy to change: 'stock' (the default) "
@@ -207,6 +258,12 @@ class ScaleVecConfig:
                     f"--scalevec-weight-decay {given['weight_decay']} contradicts "
                     "--scalevec-strategy none, which leaves no vector to decay; drop one of the two."
                 )
+            for name in ("branches_off", "lr_mult"):
+                if getattr(self, name):
+                    raise ScaleVecError(
+                        f"{_flag(name)} contradicts --scalevec-strategy none, which leaves no scale "
+                        "vectors; drop one of the two."
+                    )
         branches = given.get("branches", preset.branches)
         placement = given.get("placement", preset.placement)
         if branches == "shared" and placement == "output":
@@ -218,17 +275,55 @@ class ScaleVecConfig:
 
     def _resolve_sites(self) -> tuple[str, ...]:
         if self.sites is None:
-            return tuple(SITES)
-        names = self.sites
-        if isinstance(names, str):
-            names = tuple(part.strip() for part in names.split(",") if part.strip())
+            return DEFAULT_SITES
+        names = _names(self.sites)
         if not names:
             raise ScaleVecError(
                 f"--scalevec-sites is empty: give one or more of {', '.join(SITES)}, separated by commas."
             )
         for name in names:
             choose("site", name, SITES)
+        if self.strategy == "none" and "projections" in names:
+            raise ScaleVecError(
+                "--scalevec-sites projections contradicts --scalevec-strategy none: no norm feeds those "
+                "maps, so there is no scale to remove."
+            )
         return tuple(name for name in SITES if name in names)
+
+    def _resolve_branches_off(self) -> tuple[str, ...]:
+        names = _names(self.branches_off or ())
+        valid = [name for group in BRANCH_NAMES.values() for name in group]
+        for name in names:
+            choose("branch", name, valid)
+        if names and self.branches == "shared":
+            raise ScaleVecError(
+                f"--scalevec-branches-off {','.join(names)} contradicts --scalevec-branches shared, where "
+                "branches have no input scale of their own; use split."
+            )
+        return tuple(name for name in valid if name in names)
+
+    def _resolve_lr_mult(self) -> str | None:
+        multipliers = {}
+        for item in _names(self.lr_mult or ()):
+            role, equals, factor = item.partition("=")
+            choose("role", role.strip(), LR_ROLES)
+            try:
+                multipliers[role.strip()] = float(factor)
+            except ValueError:
+                equals = ""
+            if not equals or not 0 < multipliers[role.strip()] < float("inf"):
+                raise ScaleVecError(
+                    f"--scalevec-lr-mult {item!r}: give ROLE=FACTOR with a positive factor, for example "
+                    "input=2,output=0.5."
+                )
+        changed = {role: multipliers[role] for role in LR_ROLES if multipliers.get(role, 1.0) != 1.0}
+        return ",".join(f"{role}={factor:g}" for role, factor in changed.items()) or None
+
+    @property
+    def lr_multipliers(self) -> dict[str, float]:
+        """Role to learning-rate multiplier, those other than one."""
+        items = (item.split("=") for item in _names(self.lr_mult or ()))
+        return {role: float(factor) for role, factor in items}
 
     @property
     def active(self) -> bool:
@@ -246,12 +341,19 @@ class ScaleVecConfig:
         return self.placement in ("output", "dual", "dual-norm")
 
     @property
-    def removes_norm_scale(self) -> bool:
-        """Whether the γ of the norms at the sites is fixed at one.
+    def owns_vectors(self) -> bool:
+        """Whether parameters are added; otherwise all scales are the norms' own or none."""
+        return self.placement is not None and (self.removes_norm_scale or self.has_output_scales)
 
-        True for the ablation that removes it and where the linears carry what takes its place.
+    @property
+    def removes_norm_scale(self) -> bool:
+        """Whether the γ of the norms at the attention and mlp sites is fixed at one.
+
+        True for the ablation that removes it and where the linears carry what takes its place. A shared
+        γ in its plain form stays in the norm; in another form it moves to the linear like any other.
         """
-        return self.active and not (self.has_input_scales and self.branches == "shared")
+        stays = self.has_input_scales and self.branches == "shared" and self.reparam == "none"
+        return self.active and not stays
 
     @classmethod
     def from_namespace(cls, args: Any) -> ScaleVecConfig:
@@ -261,8 +363,9 @@ class ScaleVecConfig:
         """
         values = {f.name: getattr(args, f"scalevec_{f.name}", None) for f in fields(cls)}
         values["strategy"] = values["strategy"] or "stock"
-        if isinstance(values["sites"], list):
-            values["sites"] = tuple(values["sites"])
+        for name in ("sites", "branches_off"):
+            if values[name] is not None:
+                values[name] = _names(values[name])
         return cls(**values)
 
     def describe(self) -> str:
@@ -273,4 +376,13 @@ class ScaleVecConfig:
             parts = "Input-Norm γ removed"
         else:
             parts = f"branches {self.branches}, placement {self.placement}, reparam {self.reparam}"
-        return f"{self.strategy}: {parts}, weight decay {self.weight_decay}, sites {'+'.join(self.sites)}"
+        if self.branches_off:
+            parts += f", without {'+'.join(self.branches_off)}"
+        parts += f", weight decay {self.weight_decay}"
+        if self.placement == "dual-norm" and self.decay_v_norm != "input":
+            parts += f" (v norm as {self.decay_v_norm})"
+        if self.lr_mult:
+            parts += f", learning rate x {self.lr_mult}"
+        if self.vector_dtype != "model":
+            parts += f", vectors in {self.vector_dtype}"
+        return f"{self.strategy}: {parts}, sites {'+'.join(self.sites)}"

@@ -10,7 +10,7 @@ The work is planned on the whole model first; only a plan without objections is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -18,30 +18,47 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
-from megatron_scalevec.fold import RowMap, fc1_row_map, qkv_row_map
-from megatron_scalevec.layers.linear import ScaleVecColumnParallelLinear
+from megatron_scalevec.fold import RowMap, fc1_row_map, qkv_row_map, whole_row_map
+from megatron_scalevec.layers.attention import ScaleVecSelfAttention
+from megatron_scalevec.layers.linear import LEAVES, SHARED
+from megatron_scalevec.layers.norm import NormHandle, head_norm, retire, scale_norm
 from megatron_scalevec.vectors import VectorInfo, role_of, set_role
 
-__all__ = ["apply_scale_vectors", "applied_config", "parameter_roles"]
+__all__ = ["applied_config", "apply_scale_vectors", "parameter_roles"]
 
 _APPLIED_ATTRIBUTE = "scalevec_config"
 
 
 @dataclass
-class _Site:
-    """An Input-Norm and the linear it feeds (None for the output head, which has one branch)."""
+class _NormSite:
+    """An Input-Norm that feeds one map, which keeps its scale: the final norm, the norms of MTP."""
 
-    name: str  # attention, mlp, head
-    path: str
+    name: str
+    branch: str
     layer: int | None
-    norm: torch.nn.Module
-    linear: ColumnParallelLinear | None = None
-    row_map: Callable[[], RowMap] | None = None
-    asked_for: bool = field(default=True)
+    path: str
+    norm: NormHandle
+    asked_for: bool
+
+
+@dataclass
+class _LinearSite:
+    """A linear with its branches, and the Input-Norm that feeds it (None: none does)."""
+
+    name: str
+    path: str
+    layer: int
+    norm: NormHandle | None
+    linear: torch.nn.Module
+    channels: int
+    row_map: Callable[[], RowMap]
+    asked_for: bool
+    attention: SelfAttention | None = None  # set where heads can be normalized
 
 
 def applied_config(model: torch.nn.Module) -> ScaleVecConfig | None:
@@ -57,8 +74,7 @@ def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
     """Change a built ``GPTModel`` in place.
 
     Call it before the model is wrapped (``Float16Module``, DDP) and before the optimizer is built. The
-    model computes the same function afterwards, except under strategy ``none`` on a model whose norms
-    were trained, which is refused.
+    model computes the same function afterwards, except where a norm comes between (dual-norm).
 
     Args:
         model: A ``GPTModel`` with layers of the local implementation.
@@ -83,28 +99,52 @@ def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
     sites = list(_find_sites(model, config))
     for site in sites:
         if site.asked_for:
-            _check_start(site, config)
+            _check_start(site, config, model.config)
     roles = _plan_roles(model, sites)
     for site in sites:
         if site.asked_for:
-            _convert(site, config)
+            if isinstance(site, _NormSite):
+                _convert_norm_site(site, config, model.config)
+            else:
+                _convert_linear_site(site, config, model.config)
     for param, role in roles:
-        if param.requires_grad:
+        if param.requires_grad and role_of(param) is None:
             set_role(param, role)
     setattr(model, _APPLIED_ATTRIBUTE, config)
 
 
-def _find_sites(model: GPTModel, config: ScaleVecConfig) -> Iterator[_Site]:
+# --- finding ------------------------------------------------------------------------------------------
+
+
+def _find_sites(model: GPTModel, config: ScaleVecConfig) -> Iterator[_NormSite | _LinearSite]:
+    of_mtp: set[int] = set()
     for path, module in model.named_modules():
-        if isinstance(module, TransformerLayer):
-            yield from _layer_sites(path, module, config)
+        if isinstance(module, MultiTokenPredictionLayer):
+            of_mtp.update(id(inner) for inner in module.modules())
+            for name in ("enorm", "hnorm", "final_layernorm"):
+                norm = getattr(module, name, None)
+                if norm is not None and not isinstance(norm, IdentityOp):
+                    _check_norm(f"{path}.{name}", norm)
+                    number = model.config.num_layers + module.layer_number
+                    handle = NormHandle(norm)
+                    yield _NormSite("mtp", name, number, f"{path}.{name}", handle, "mtp" in config.sites)
+        elif isinstance(module, TransformerLayer):
+            # Layers inside the MTP block count from 1 again; here they follow the decoder's.
+            offset = model.config.num_layers if id(module) in of_mtp else 0
+            number = module.layer_number
+            if offset and number > offset:  # some versions have added the offset themselves
+                offset = 0
+            yield from _layer_sites(path, module, number + offset, config)
     norm = getattr(model.decoder, "final_layernorm", None)
     if norm is not None and not isinstance(norm, IdentityOp):
-        _check_norm("decoder.final_layernorm", norm)
-        yield _Site("head", "decoder.final_layernorm", None, norm, asked_for="head" in config.sites)
+        path = "decoder.final_layernorm"
+        _check_norm(path, norm)
+        yield _NormSite("head", "logits", None, path, NormHandle(norm), "head" in config.sites)
 
 
-def _layer_sites(path: str, layer: TransformerLayer, config: ScaleVecConfig) -> Iterator[_Site]:
+def _layer_sites(
+    path: str, layer: TransformerLayer, number: int, config: ScaleVecConfig
+) -> Iterator[_LinearSite]:
     if not isinstance(layer.cross_attention, IdentityOp):
         raise _cannot(f"{path}.cross_attention", layer.cross_attention, "no cross-attention")
     attention, mlp = layer.self_attention, layer.mlp
@@ -119,15 +159,17 @@ def _layer_sites(path: str, layer: TransformerLayer, config: ScaleVecConfig) -> 
         ("pre_mlp_layernorm", layer.pre_mlp_layernorm),
     ):
         _check_norm(f"{path}.{name}", norm)
-    for name, linear in (
-        ("self_attention.linear_qkv", attention.linear_qkv),
-        ("mlp.linear_fc1", mlp.linear_fc1),
+    for name, linear, expected in (
+        ("self_attention.linear_qkv", attention.linear_qkv, ColumnParallelLinear),
+        ("self_attention.linear_proj", attention.linear_proj, RowParallelLinear),
+        ("mlp.linear_fc1", mlp.linear_fc1, ColumnParallelLinear),
+        ("mlp.linear_fc2", mlp.linear_fc2, RowParallelLinear),
     ):
-        if type(linear) is not ColumnParallelLinear:
+        if type(linear) is not expected:
             raise _cannot(
                 f"{path}.{name}",
                 linear,
-                "megatron.core's ColumnParallelLinear (--transformer-impl local)",
+                f"megatron.core's {expected.__name__} (--transformer-impl local)",
             )
     c = layer.config
 
@@ -139,6 +181,7 @@ def _layer_sites(path: str, layer: TransformerLayer, config: ScaleVecConfig) -> 
             head_dim=c.kv_channels,
             tp_rank=group.rank(),
             tp_size=group.size(),
+            output_gate=bool(getattr(c, "attention_output_gate", False)),
         )
 
     def fc1() -> RowMap:
@@ -151,25 +194,38 @@ def _layer_sites(path: str, layer: TransformerLayer, config: ScaleVecConfig) -> 
             tp_size=group.size(),
         )
 
-    number = layer.layer_number
-    yield _Site(
+    yield _LinearSite(
         "attention",
         f"{path}.self_attention",
         number,
-        layer.input_layernorm,
+        NormHandle(layer.input_layernorm),
         attention.linear_qkv,
+        attention.linear_qkv.input_size,
         qkv,
         "attention" in config.sites,
+        attention,
     )
-    yield _Site(
+    yield _LinearSite(
         "mlp",
         f"{path}.mlp",
         number,
-        layer.pre_mlp_layernorm,
+        NormHandle(layer.pre_mlp_layernorm),
         mlp.linear_fc1,
+        mlp.linear_fc1.input_size,
         fc1,
         "mlp" in config.sites,
     )
+    for branch, linear in (("o", attention.linear_proj), ("down", mlp.linear_fc2)):
+        yield _LinearSite(
+            "projections",
+            f"{path}.{branch}",
+            number,
+            None,
+            linear,
+            linear.input_size,
+            lambda branch=branch, linear=linear: whole_row_map(branch, linear.output_size),
+            "projections" in config.sites,
+        )
 
 
 def _check_norm(path: str, norm: torch.nn.Module) -> None:
@@ -186,56 +242,154 @@ def _cannot(path: str, module: torch.nn.Module, expected: str) -> ScaleVecError:
     )
 
 
-def _check_start(site: _Site, config: ScaleVecConfig) -> None:
+def _check_start(site: _NormSite | _LinearSite, config: ScaleVecConfig, model_config) -> None:
     """Refuse a start that would silently change the function of a trained model."""
-    weight = site.norm.weight
-    if not config.removes_norm_scale or weight.is_meta:
+    if site.norm is None or site.norm.weight.is_meta:
         return
-    carried = config.has_input_scales and site.linear is not None
-    # The head has one branch: wherever scale vectors exist, its γ stays in the norm.
-    stays = site.linear is None and config.placement is not None
-    if not carried and not stays and not torch.all(weight.detach() == 1):
+    scale, bias = _scale_of(site.norm, model_config), site.norm.bias
+    if torch.all(scale == 1):
+        return
+    own_linear = isinstance(site, _LinearSite)
+    if not (config.has_input_scales if own_linear else config.placement is not None):
         raise ScaleVecError(
-            f"the norm before {site.path} has a trained scale, which {config.strategy!r} would drop: "
-            "start it from a model whose norms are at one, or use a strategy with input scales."
+            f"the norm before {site.path} has a trained scale, which {config.strategy!r} would drop: start "
+            "it from a model whose norms are at one, or use a strategy with input scales."
+        )
+    off = set(config.branches_off) & set(site.row_map().branches) if own_linear else set()
+    if off:
+        raise ScaleVecError(
+            f"the norm before {site.path} has a trained scale, which --scalevec-branches-off "
+            f"{','.join(sorted(off))} would drop for those branches: start from a model whose norms are at "
+            "one, or leave the branches on."
+        )
+    if bias is not None and bool(((scale == 0) & (bias.detach() != 0)).any()):
+        raise ScaleVecError(
+            f"the norm before {site.path} has a trained bias on a channel whose scale is zero, which cannot "
+            "be kept: the bias is scaled together with the norm's output from now on."
         )
 
 
-def _convert(site: _Site, config: ScaleVecConfig) -> None:
-    weight = site.norm.weight
-    if site.linear is None:
-        if config.placement is None:
-            _retire(weight)
-        else:
-            set_role(weight, "input", VectorInfo(site.name, "logits", "in", None, "norm"))
+# --- converting ---------------------------------------------------------------------------------------
+
+
+def _zero_centered(model_config) -> bool:
+    return bool(getattr(model_config, "layernorm_zero_centered_gamma", False))
+
+
+def _scale_of(norm: NormHandle, model_config) -> torch.Tensor:
+    """γ as it acts, whatever is stored."""
+    weight = norm.weight.detach()
+    return weight + 1 if _zero_centered(model_config) else weight.clone()
+
+
+def _dtype(config: ScaleVecConfig) -> torch.dtype | None:
+    return torch.float32 if config.vector_dtype == "fp32" else None
+
+
+def _convert_norm_site(site: _NormSite, config: ScaleVecConfig, model_config) -> None:
+    if config.placement is None:
+        retire(site.norm, _zero_centered(model_config))
         return
-    if config.removes_norm_scale:
-        initial = weight.detach().clone()
-        _retire(weight)
+    # The one map that it feeds needs no scale of its own, so the scale stays at the norm.
+    _own_or_kept(
+        site.norm.owner,
+        VectorInfo(site.name, site.branch, "in", site.layer, "norm", config.reparam),
+        "input",
+        config,
+        model_config,
+    )
+
+
+def _own_or_kept(norm, info: VectorInfo, role, config: ScaleVecConfig, model_config, tp_group=None):
+    """Keep a norm's own parameter as the scale vector where it is one as it stands.
+
+    It is not where the vector is stored in another form, where Megatron stores γ − 1 and decay would pull
+    γ toward one, or where its gradient needs a sum that Megatron does not make.
+    """
+    decays_off_centre = _zero_centered(model_config) and role == "input"
+    if config.reparam == "none" and not decays_off_centre and tp_group is None:
+        set_role(norm.weight, role, info)
+        return
+    scale_norm(
+        norm,
+        info,
+        role,
+        zero_centered=_zero_centered(model_config),
+        dtype=_dtype(config),
+        tp_group=tp_group,
+    )
+
+
+def _convert_linear_site(site: _LinearSite, config: ScaleVecConfig, model_config) -> None:
+    row_map = site.row_map()
+    on = [branch for branch in row_map.branches if branch not in config.branches_off]
+    initial = torch.ones(site.channels)
+    in_branches: list[str] = []
+    if site.norm is None:
+        in_branches = on if config.has_input_scales else []
+    elif config.removes_norm_scale:
+        initial = _scale_of(site.norm, model_config)
+        retire(site.norm, _zero_centered(model_config))
+        if config.has_input_scales:
+            in_branches = [SHARED] if config.branches == "shared" else on
     else:
-        set_role(weight, "input", VectorInfo(site.name, "shared", "in", site.layer, "norm"))
-        initial = None
-    own_input_scales = initial is not None and config.has_input_scales
-    if own_input_scales or config.has_output_scales:
-        ScaleVecColumnParallelLinear.convert(
+        info = VectorInfo(site.name, SHARED, "in", site.layer, "norm", config.reparam)
+        if _zero_centered(model_config):
+            # Stored as γ − 1 it would decay toward one; on the linear it is γ itself.
+            initial = _scale_of(site.norm, model_config)
+            retire(site.norm, True)
+            in_branches = [SHARED]
+        else:
+            set_role(site.norm.weight, "input", info)
+    out_branches = on if config.has_output_scales else []
+    if config.placement == "dual-norm" and site.attention is not None:
+        normalized = [branch for branch in ("q", "k", "v") if branch in on]
+        _normalize_heads(site, normalized, config, model_config)
+        out_branches = [branch for branch in out_branches if branch not in normalized]
+    if in_branches or out_branches:
+        LEAVES[type(site.linear)].convert(
             site.linear,
-            config,
-            site.row_map(),
+            row_map,
             site=site.name,
             layer=site.layer,
-            initial_gamma_in=initial if own_input_scales else None,
+            in_branches=in_branches,
+            out_branches=out_branches,
+            initial_gamma_in=initial,
+            reparam=config.reparam,
+            dtype=_dtype(config),
         )
 
 
-def _retire(weight: torch.nn.Parameter) -> None:
-    """Freeze a norm's γ at one. It stays in place: kernels, checkpoints and exporters expect it."""
-    if not weight.is_meta:
-        with torch.no_grad():
-            weight.fill_(1)
-    weight.requires_grad_(False)
+def _normalize_heads(site: _LinearSite, branches: list[str], config: ScaleVecConfig, model_config) -> None:
+    """Dual-norm: a norm over each head's channels of q, k and v, with γ_out behind it, before RoPE."""
+    attention = site.attention
+    for branch in branches:
+        info = VectorInfo(site.name, branch, "out", site.layer, "norm", config.reparam)
+        if branch == "v":
+            norm = head_norm(site.norm.owner, model_config, bias=False)
+            attention.v_layernorm = norm
+            attention.__class__ = ScaleVecSelfAttention
+            role, group = config.decay_v_norm, attention.linear_qkv.tp_group
+        else:
+            slot = f"{branch}_layernorm"
+            norm = getattr(attention, slot, None)
+            # A model with q/k norms keeps them: one norm, not two.
+            if norm is None or isinstance(norm, IdentityOp):
+                norm = head_norm(site.norm.owner, model_config, bias=True)
+                setattr(attention, slot, norm)
+            for name, param in norm.named_parameters(recurse=False):
+                if name == "bias":
+                    set_role(param, "bias")
+            # Megatron sums the gradients of q/k norms by name where this is set.
+            model_config.qk_layernorm = True
+            role, group = "output", None
+        _own_or_kept(norm, info, role, config, model_config, group)
 
 
-def _plan_roles(model: GPTModel, sites: list[_Site]) -> list[tuple[torch.nn.Parameter, str]]:
+# --- roles --------------------------------------------------------------------------------------------
+
+
+def _plan_roles(model: GPTModel, sites) -> list[tuple[torch.nn.Parameter, str]]:
     """Roles of every 1-D parameter that the conversion itself does not mark.
 
     Raises:
@@ -248,11 +402,14 @@ def _plan_roles(model: GPTModel, sites: list[_Site]) -> list[tuple[torch.nn.Para
         if param is not None:
             plan[id(param)] = (param, role)
 
-    converted = {id(site.norm.weight) for site in sites if site.asked_for}
+    converted: set[int] = set()
     for site in sites:
-        if not site.asked_for:
-            mark(site.norm.weight, "stock")
-        mark(getattr(site.norm, "bias", None), "bias")
+        if site.norm is not None:
+            mark(site.norm.bias, "bias")
+            if site.asked_for:
+                converted.add(id(site.norm.weight))
+            else:
+                mark(site.norm.weight, "stock")
     for module in model.modules():
         if isinstance(module, SelfAttention):
             for norm in (module.q_layernorm, module.k_layernorm):

@@ -17,7 +17,7 @@ import torch
 
 from megatron_scalevec.vectors import Role, role_of, vector_info
 
-__all__ = ["decays", "param_decays", "with_decaying_vectors"]
+__all__ = ["decays", "param_decays", "with_decaying_vectors", "with_learning_rates"]
 
 
 def decays(role: Role | None, is_vector: bool, policy: str) -> bool | None:
@@ -27,7 +27,12 @@ def decays(role: Role | None, is_vector: bool, policy: str) -> bool | None:
         role: The parameter's role.
         is_vector: Whether it is a scale vector of the strategy (γ_in, γ_out or a norm's γ at a site).
         policy: A key of :data:`megatron_scalevec.config.WEIGHT_DECAYS`.
+
+    A direction never decays: decay would change its length, which means nothing, and with it the size of
+    its steps.
     """
+    if role == "direction":
+        return False
     if role not in ("input", "output") or policy == "stock":
         return None
     if policy == "split":
@@ -42,6 +47,38 @@ def decays(role: Role | None, is_vector: bool, policy: str) -> bool | None:
 def param_decays(param: torch.nn.Parameter, policy: str) -> bool | None:
     """:func:`decays` for a parameter that carries its role."""
     return decays(role_of(param), vector_info(param) is not None, policy)
+
+
+def with_learning_rates(
+    overrides: Mapping[Any, Any], multipliers: Mapping[str, float], optimizer_config: Any
+) -> dict[Any, Any]:
+    """Add a learning rate of its own for the scale vectors of each role.
+
+    Args:
+        overrides: Megatron's, for example from :func:`with_decaying_vectors`.
+        multipliers: Role to factor on ``lr`` and ``min_lr``.
+        optimizer_config: Megatron's ``OptimizerConfig``.
+
+    Only for Megatron 0.19 and later: before, two groups that differ in their learning rate alone are not
+    told apart when an optimizer state is loaded.
+    """
+    if not multipliers:
+        return dict(overrides)
+    from megatron.core.optimizer import ParamKey
+    from megatron.core.optimizer.optimizer_config import ParamPredicate
+
+    result = dict(overrides)
+    for role, factor in multipliers.items():
+
+        def has_role(param, role=role):
+            return vector_info(param) is not None and role_of(param) == role
+
+        key = ParamKey(predicate=ParamPredicate(name=f"scalevec_lr_{role}", fn=has_role))
+        result[key] = {
+            "max_lr": optimizer_config.lr * factor,
+            "min_lr": (optimizer_config.min_lr or 0.0) * factor,
+        }
+    return result
 
 
 def with_decaying_vectors(overrides: Mapping[Any, Any], policy: str) -> dict[Any, Any]:

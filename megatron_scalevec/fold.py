@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
-__all__ = ["RowMap", "fc1_row_map", "fold_weight", "qkv_row_map"]
+__all__ = ["RowMap", "fc1_row_map", "fold_weight", "qkv_row_map", "whole_row_map"]
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,40 @@ class RowMap:
 
 
 def qkv_row_map(
-    *, num_query_groups: int, query_heads_per_group: int, head_dim: int, tp_rank: int, tp_size: int
+    *,
+    num_query_groups: int,
+    query_heads_per_group: int,
+    head_dim: int,
+    tp_rank: int,
+    tp_size: int,
+    output_gate: bool = False,
 ) -> RowMap:
     """Rows of Megatron's fused ``linear_qkv.weight``.
 
-    The unsharded weight holds, for each query group, the rows of its query heads, then its key, then
-    its value; tensor-parallel ranks hold equal contiguous chunks of that flat axis. The map is therefore
-    made for the global rows and cut afterwards, which also serves more ranks than query groups, where a
-    chunk ends in the middle of a group.
+    The unsharded weight holds, for each query group, the rows of its query heads, (with an attention
+    output gate) as many gate rows, then its key, then its value; tensor-parallel ranks hold equal
+    contiguous chunks of that flat axis. The map is therefore made for the global rows and cut afterwards,
+    which also serves more ranks than query groups, where a chunk ends in the middle of a group.
     """
-    per_group = [query_heads_per_group * head_dim, head_dim, head_dim]
-    sizes = tuple(size * num_query_groups for size in per_group)
-    branch = torch.repeat_interleave(torch.arange(3), torch.tensor(per_group)).repeat(num_query_groups)
-    starts = torch.tensor([0, sizes[0], sizes[0] + sizes[1]])
+    queries = query_heads_per_group * head_dim
+    blocks = {"q": queries, "k": head_dim, "v": head_dim}
+    if output_gate:
+        blocks = {"q": queries, "output_gate": queries, "k": head_dim, "v": head_dim}
+    sizes = tuple(size * num_query_groups for size in blocks.values())
+    index = torch.arange(len(blocks))
+    branch = torch.repeat_interleave(index, torch.tensor(list(blocks.values()))).repeat(num_query_groups)
     slot = torch.empty_like(branch)
-    for index in range(3):
-        rows = branch == index
-        slot[rows] = starts[index] + torch.arange(sizes[index])
-    return RowMap(("q", "k", "v"), sizes, *_cut(branch, slot, tp_rank, tp_size))
+    start = 0
+    for i, size in enumerate(sizes):
+        slot[branch == i] = start + torch.arange(size)
+        start += size
+    return RowMap(tuple(blocks), sizes, *_cut(branch, slot, tp_rank, tp_size))
+
+
+def whole_row_map(branch: str, rows: int) -> RowMap:
+    """One branch whose rows every rank holds: a row-parallel linear."""
+    slot = torch.arange(rows)
+    return RowMap((branch,), (rows,), torch.zeros_like(slot), slot)
 
 
 def fc1_row_map(*, ffn_hidden_size: int, gated: bool, tp_rank: int, tp_size: int) -> RowMap:

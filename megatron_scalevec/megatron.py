@@ -1,17 +1,44 @@
 """``import megatron_scalevec.megatron`` as a script's first line does what the launcher does.
 
-It reads the ``--scalevec-*`` flags of the running command line and puts the hooks in place; it does not
-switch CPU mode on by itself, only with ``--scalevec-cpu on``.
+It reads the ``--scalevec-*`` flags of the running command line, turns CPU mode on where the launcher would,
+and puts the hooks in place. Errors end the process as the launcher's do, and a script that ends without
+having built a model although a strategy was asked for is told so.
 """
 
+from __future__ import annotations
+
+import atexit
+import os
 import sys
 
-from megatron_scalevec.integration import hooks
-from megatron_scalevec.integration.arguments import parse_own
+from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.integration import hooks, launch
+from megatron_scalevec.report import leave_with
 
-_cpu = parse_own(sys.argv[1:]).scalevec_cpu == "on"
-if _cpu and not hooks.installed():
-    from megatron_scalevec import cpu
 
-    cpu.install()
-hooks.install(cpu=_cpu)
+def _install() -> None:
+    previous = sys.excepthook
+    failed = False
+
+    def end(kind, error, traceback):
+        nonlocal failed
+        failed = True
+        if issubclass(kind, ScaleVecError):
+            os._exit(leave_with(error))
+        previous(kind, error, traceback)
+
+    def check_at_end():
+        # The exit code cannot be changed any more in the ordinary way.
+        if not failed:
+            try:
+                hooks.require_applied(session, sys.argv[0])
+            except ScaleVecError as error:
+                os._exit(leave_with(error))
+
+    sys.excepthook = end
+    session = launch.prepare(sys.argv[1:])
+    atexit.register(check_at_end)
+
+
+if not hooks.installed():
+    _install()

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 
@@ -25,6 +28,7 @@ class Refusal:
     applies: Callable[[Any, ScaleVecConfig], bool]
     reason: str
     way_out: str
+    versions: str = ""  # megatron-core versions it is confined to
 
 
 def _given(*names: str) -> Callable[[Any, ScaleVecConfig], bool]:
@@ -64,12 +68,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "use grouped-query attention",
     ),
     Refusal(
-        "mtp",
-        _given("mtp_num_layers"),
-        "multi-token-prediction layers (--mtp-num-layers) do not carry scale vectors yet",
-        "train without them",
-    ),
-    Refusal(
         "heterogeneous",
         _given("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
         "heterogeneous layers do not carry scale vectors yet",
@@ -81,12 +79,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--experimental-attention-variant {experimental_attention_variant} has rows of a kind this version "
         "does not know",
         "use standard attention",
-    ),
-    Refusal(
-        "attention-output-gate",
-        _given("attention_output_gate"),
-        "--attention-output-gate adds gate rows to the fused q/k/v weight that no branch covers yet",
-        "train without the gate",
     ),
     Refusal(
         "hybrid",
@@ -129,12 +121,6 @@ REFUSALS: tuple[Refusal, ...] = (
         _given("use_precision_aware_optimizer"),
         "the weight-decay split is not proven with --use-precision-aware-optimizer yet",
         "drop that flag",
-    ),
-    Refusal(
-        "layernorm-1p",
-        _given("apply_layernorm_1p", "layernorm_zero_centered_gamma"),
-        "--apply-layernorm-1p stores γ − 1, so weight decay on it would pull γ toward 1, not 0",
-        "train without it",
     ),
     Refusal(
         "wd-on-qk-norms",
@@ -181,6 +167,28 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop that flag",
     ),
     Refusal(
+        "fused-qkv-rope",
+        lambda args, config: (
+            bool(getattr(args, "fused_single_qkv_rope", False)) and config.placement == "dual-norm"
+        ),
+        "--fused-single-qkv-rope leaves no place for the norms on q, k and v of dual-norm placement",
+        "drop that flag, or use --scalevec-placement dual",
+    ),
+    Refusal(
+        "qk-l2-norm",
+        lambda args, config: bool(getattr(args, "qk_l2_norm", False)) and config.placement == "dual-norm",
+        "--qk-l2-norm normalizes q and k already, without a scale",
+        "drop that flag, or use --scalevec-placement dual",
+    ),
+    Refusal(
+        "learning-rates-on-resume",
+        lambda _, config: bool(config.lr_mult),
+        "--scalevec-lr-mult needs megatron-core 0.19: before, two parameter groups that differ in their "
+        "learning rate alone are mixed up when the optimizer state is loaded",
+        "drop that flag",
+        versions="<0.19",
+    ),
+    Refusal(
         "qk-clip",
         _given("qk_clip"),
         "--qk-clip rescales rows of the q/k/v weight and is not proven with scale vectors yet",
@@ -189,7 +197,7 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def refuse_unsupported(args: Any, config: ScaleVecConfig) -> None:
+def refuse_unsupported(args: Any, config: ScaleVecConfig, version: Version) -> None:
     """Raise for the first entry of :data:`REFUSALS` that applies.
 
     Raises:
@@ -198,7 +206,8 @@ def refuse_unsupported(args: Any, config: ScaleVecConfig) -> None:
     if not config.active:
         return
     for refusal in REFUSALS:
-        if refusal.applies(args, config):
+        here = SpecifierSet(refusal.versions).contains(version.base_version, prereleases=True)
+        if here and refusal.applies(args, config):
             reason = refusal.reason.format_map(_Lookup(args))
             raise ScaleVecError(
                 f"--scalevec-strategy {config.strategy}: {reason}; {refusal.way_out}, or drop "

@@ -1,7 +1,7 @@
 """Scale vectors as parameters: how they are made, what marks them, and the roles of 1-D parameters.
 
-Every vector is one-dimensional (two-dimensional parameters would be taken by Muon and would escape
-Megatron's rule for 1-D parameters), owned directly by the linear that it scales (under
+Every stored tensor is one-dimensional (two-dimensional parameters would be taken by Muon and would escape
+Megatron's rule for 1-D parameters), owned directly by the module that it scales (under
 ``overlap_param_gather`` Megatron waits for parameters in the pre-hook of the owner's forward), and held
 at full size on every tensor-parallel rank (so no sharding rule and nothing to reshard).
 """
@@ -13,13 +13,29 @@ from typing import Literal, get_args
 
 import torch
 
-__all__ = ["ROLES", "Role", "VectorInfo", "add_vector", "role_of", "set_role", "vector_info"]
+from megatron_scalevec.reparam import get_reparameterization
 
-Role = Literal["input", "output", "bias", "stock"]
+__all__ = [
+    "ROLES",
+    "Role",
+    "VectorInfo",
+    "add_vector",
+    "compose_vector",
+    "has_vector",
+    "keep_dtype",
+    "mark_added",
+    "role_of",
+    "set_role",
+    "vector_info",
+    "was_added",
+]
+
+Role = Literal["input", "output", "direction", "bias", "stock"]
 """What a one-dimensional trainable parameter is.
 
 ``input``: a scale that the next or the own weight can absorb: γ of an Input-Norm, γ_in, γ_out.
 ``output``: γ of a norm whose output no linear map follows: q and k norms.
+``direction``: a part of a scale vector whose length does not matter, so that it never decays.
 ``bias``: an additive parameter.
 ``stock``: known, and outside of the strategy (a site that was not asked for, softmax offsets).
 """
@@ -27,47 +43,102 @@ ROLES: tuple[str, ...] = get_args(Role)
 
 _ROLE_ATTRIBUTE = "scalevec_role"
 _INFO_ATTRIBUTE = "scalevec_info"
+_ADDED_ATTRIBUTE = "scalevec_added"
+_KINDS_ATTRIBUTE = "scalevec_reparameterizations"
 
 
 @dataclass(frozen=True)
 class VectorInfo:
-    """What a scale vector scales."""
+    """What a scale vector scales, and which stored part of it a parameter is."""
 
     site: str  # a key of config.SITES
-    branch: str  # q, k, v, gate, up; head; "shared" where all branches have it in common
+    branch: str  # q, k, v, ...; gate, up; logits; "shared" where all branches have it in common
     side: Literal["in", "out"]
     layer: int | None  # Megatron's layer number, from 1, over the whole pipeline; None for the head
     holder: Literal["linear", "norm"]
+    reparam: str = "none"
+    part: str = ""  # suffix of the stored part; empty for γ itself
 
 
 def add_vector(
-    linear: torch.nn.Module, name: str, initial: torch.Tensor, info: VectorInfo, role: Role
-) -> torch.nn.Parameter:
-    """Register a scale vector on ``linear``.
+    owner: torch.nn.Module,
+    name: str,
+    initial: torch.Tensor,
+    info: VectorInfo,
+    role: Role,
+    *,
+    like: torch.nn.Parameter,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Register the stored parts of a scale vector on ``owner``.
 
     Args:
-        linear: A column-parallel linear with a ``weight``.
-        name: Parameter name, unused so far.
-        initial: 1-D start values at full (not sharded) size; cast to the weight's dtype and device.
-        info: What the vector scales.
-        role: Its weight-decay role.
+        owner: The module whose forward composes the vector.
+        name: Base name of the parameters; parts append their suffix.
+        initial: 1-D start values of γ at full (not sharded) size.
+        info: What the vector scales; ``reparam`` names how it is stored.
+        role: Its weight-decay role; a direction part gets ``direction`` instead.
+        like: The parameter whose device, dtype and data-parallel group the vector shares.
+        dtype: Storage dtype where it differs from ``like``'s.
 
     The attributes are those Megatron reads: not sharded over tensor-parallel ranks, hence counted once
-    in the gradient norm and saved as replicated; reduced over the same data-parallel group as the
-    weight.
+    in the gradient norm and saved as replicated; reduced over the same data-parallel group as ``like``.
     """
-    if hasattr(linear, name):
-        raise AttributeError(f"{type(linear).__name__} already has {name!r}")
-    weight = linear.weight
-    value = initial.detach().to(device=weight.device, dtype=weight.dtype, copy=True)
-    vector = torch.nn.Parameter(value)
-    vector.tensor_model_parallel = False
-    vector.partition_dim = -1
-    vector.partition_stride = 1
-    vector.allreduce = getattr(weight, "allreduce", True)
-    set_role(vector, role, info)
-    linear.register_parameter(name, vector)
-    return vector
+    kind = get_reparameterization(info.reparam)
+    values = kind.decompose(initial.detach().to(device=like.device, dtype=dtype or like.dtype))
+    kinds = owner.__dict__.setdefault(_KINDS_ATTRIBUTE, {})
+    kinds[name] = info.reparam
+    for part in kind.parts:
+        full_name = _part_name(name, part.suffix)
+        if hasattr(owner, full_name):
+            raise AttributeError(f"{type(owner).__name__} already has {full_name!r}")
+        parameter = torch.nn.Parameter(values[part.suffix].contiguous())
+        parameter.tensor_model_parallel = False
+        parameter.partition_dim = -1
+        parameter.partition_stride = 1
+        parameter.allreduce = getattr(like, "allreduce", True)
+        own = VectorInfo(
+            info.site, info.branch, info.side, info.layer, info.holder, info.reparam, part.suffix
+        )
+        set_role(parameter, "direction" if part.direction else role, own)
+        mark_added(parameter)
+        owner.register_parameter(full_name, parameter)
+
+
+def has_vector(owner: torch.nn.Module, name: str) -> bool:
+    """Whether :func:`add_vector` made a vector of this name on the module."""
+    return name in owner.__dict__.get(_KINDS_ATTRIBUTE, {})
+
+
+def compose_vector(owner: torch.nn.Module, name: str) -> torch.Tensor:
+    """γ [n], at least in float32, differentiable in the stored parts."""
+    kind = get_reparameterization(owner.__dict__[_KINDS_ATTRIBUTE][name])
+    parts = {part.suffix: getattr(owner, _part_name(name, part.suffix)) for part in kind.parts}
+    wide = {
+        suffix: tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        for suffix, tensor in parts.items()
+    }
+    return kind.compose(wide)
+
+
+def _part_name(name: str, suffix: str) -> str:
+    return f"{name}_{suffix}" if suffix else name
+
+
+def keep_dtype(owner: torch.nn.Module, convert) -> None:
+    """Run ``convert`` (a ``Module._apply``), and give float32 vectors on the module their values back.
+
+    Megatron casts whole models to bf16 or fp16 after they are built.
+    """
+    kept = {
+        name: parameter.detach().clone()
+        for name, parameter in owner.named_parameters(recurse=False)
+        if was_added(parameter) and parameter.dtype == torch.float32
+    }
+    convert()
+    for name, value in kept.items():
+        parameter = getattr(owner, name)
+        parameter.data = value.to(parameter.device)
 
 
 def set_role(param: torch.nn.Parameter, role: Role, info: VectorInfo | None = None) -> None:
@@ -90,3 +161,13 @@ def role_of(param: torch.nn.Parameter) -> Role | None:
 def vector_info(param: torch.nn.Parameter) -> VectorInfo | None:
     """What the parameter scales, None where it is no scale vector."""
     return getattr(param, _INFO_ATTRIBUTE, None)
+
+
+def mark_added(param: torch.nn.Parameter) -> None:
+    """Mark a parameter that the stock model does not have."""
+    setattr(param, _ADDED_ATTRIBUTE, True)
+
+
+def was_added(param: torch.nn.Parameter) -> bool:
+    """Whether the stock model lacks this parameter."""
+    return getattr(param, _ADDED_ATTRIBUTE, False)

@@ -3,11 +3,16 @@
 Written from the definitions: every branch is a matrix of its own, multiplied separately, its scale vectors
 applied to activations where the formula puts them. Nothing is fused, folded or sharded.
 
-    input:   y_b = W_b (γ_b,in ⊙ x̂)
-    output:  y_b = γ_b,out ⊙ (W_b x̂)
-    dual:    y_b = γ_b,out ⊙ (W_b (γ_b,in ⊙ x̂))
+    input:      y_b = W_b (γ_b,in ⊙ x̂)
+    output:     y_b = γ_b,out ⊙ (W_b x̂)
+    dual:       y_b = γ_b,out ⊙ (W_b (γ_b,in ⊙ x̂))
+    dual-norm:  y_b = γ_b,out ⊙ Norm(W_b (γ_b,in ⊙ x̂)), per head, for q, k and v; then RoPE
 
-x̂ is the norm's output without γ; a LayerNorm's bias β belongs to x̂. A linear's bias is added after γ_out.
+    product:    γ = β · α
+    unit:       γ = g · u / rms(u)
+
+x̂ is the norm's output without γ; a LayerNorm's bias belongs to x̂ (or to the norm's output, where γ stays in
+the norm). A linear's bias is added after γ_out, and before an intermediate norm.
 """
 
 from __future__ import annotations
@@ -18,7 +23,17 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Branch", "ReferenceConfig", "attention", "gpt_logits", "layer_norm", "mlp", "rms_norm"]
+__all__ = [
+    "Branch",
+    "ReferenceConfig",
+    "attention",
+    "gpt_logits",
+    "layer_norm",
+    "mlp",
+    "product",
+    "rms_norm",
+    "unit",
+]
 
 
 @dataclass(frozen=True)
@@ -29,9 +44,7 @@ class ReferenceConfig:
     groups: int
     head_dim: int
     gated: bool
-    rms: bool
     rope: bool
-    eps: float = 1e-5
     rope_base: float = 10000.0
 
 
@@ -53,6 +66,16 @@ class Branch:
         return y if self.bias is None else y + self.bias
 
 
+def product(beta: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """γ = β · α."""
+    return beta * alpha
+
+
+def unit(magnitude: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+    """γ = g · u / rms(u)."""
+    return magnitude * direction / direction.pow(2).mean().sqrt()
+
+
 def rms_norm(x: torch.Tensor, gamma: torch.Tensor | None, eps: float) -> torch.Tensor:
     """γ ⊙ x / rms(x) over the last axis."""
     y = x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps)
@@ -68,25 +91,37 @@ def layer_norm(x, gamma, beta, eps):
 
 
 def rotate(x: torch.Tensor, base: float) -> torch.Tensor:
-    """Rotary position embedding of [sequence, heads, head_dim], halves rotated against each other."""
+    """Rotary position embedding of [sequence, heads, head_dim], halves rotated against each other.
+
+    Sines and cosines are tabulated in float32 whatever x is, as in Megatron: part of the model's
+    definition rather than of its rounding.
+    """
     sequence, _, dim = x.shape
-    frequency = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    angle = torch.outer(torch.arange(sequence, dtype=torch.float64), frequency)
-    cos = torch.cat([angle.cos(), angle.cos()], -1)[:, None]
-    sin = torch.cat([angle.sin(), angle.sin()], -1)[:, None]
+    frequency = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    angle = torch.outer(torch.arange(sequence, dtype=torch.float32), frequency)
+    cos = torch.cat([angle.cos(), angle.cos()], -1)[:, None].to(x.dtype)
+    sin = torch.cat([angle.sin(), angle.sin()], -1)[:, None].to(x.dtype)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
-def attention(x, q, k, v, o, config, q_gamma=None, k_gamma=None):
-    """Causal grouped-query attention of [sequence, hidden]; ``q_gamma`` and ``k_gamma``: q/k norms."""
+def attention(x, q, k, v, o, config, norms=None, gate=None):
+    """Causal grouped-query attention of [sequence, hidden].
+
+    ``norms``: for each of q, k and v a function on [sequence, heads, head_dim] or None. ``gate``: a branch
+    whose sigmoid multiplies the heads' outputs.
+    """
+    norms = norms or {}
     sequence = x.shape[0]
     queries = q(x).view(sequence, config.heads, config.head_dim)
     keys = k(x).view(sequence, config.groups, config.head_dim)
     values = v(x).view(sequence, config.groups, config.head_dim)
-    if q_gamma is not None:
-        queries = rms_norm(queries, q_gamma, config.eps)
-        keys = rms_norm(keys, k_gamma, config.eps)
+    if norms.get("q") is not None:
+        queries = norms["q"](queries)
+    if norms.get("k") is not None:
+        keys = norms["k"](keys)
+    if norms.get("v") is not None:
+        values = norms["v"](values)
     if config.rope:
         queries, keys = rotate(queries, config.rope_base), rotate(keys, config.rope_base)
     future = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
@@ -95,7 +130,10 @@ def attention(x, q, k, v, o, config, q_gamma=None, k_gamma=None):
         group = head // (config.heads // config.groups)
         scores = queries[:, head] @ keys[:, group].T / math.sqrt(config.head_dim)
         heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ values[:, group])
-    return o(torch.cat(heads, -1))
+    mixed = torch.cat(heads, -1)
+    if gate is not None:
+        mixed = mixed * torch.sigmoid(gate(x))
+    return o(mixed)
 
 
 def mlp(x, gate, up, down, gated):
@@ -108,30 +146,23 @@ def gpt_logits(tokens, params, config):
 
     Args:
         tokens: int64 [sequence].
-        params: ``embedding``, ``position`` (or None), ``layers`` (dicts of norms as (γ or None, β or
-            None) and :class:`Branch`), ``final`` norm, ``head`` weight.
+        params: ``embedding``, ``position`` (or None), ``layers`` (dicts of norms, as functions, and
+            :class:`Branch`), ``final`` norm, ``head`` weight.
         config: Sizes.
     """
-
-    def norm(x, pair):
-        gamma, beta = pair
-        if config.rms:
-            return rms_norm(x, gamma, config.eps)
-        return layer_norm(x, gamma, beta, config.eps)
-
     x = params["embedding"][tokens]
     if params["position"] is not None:
         x = x + params["position"][: len(tokens)]
     for layer in params["layers"]:
         x = x + attention(
-            norm(x, layer["attention_norm"]),
+            layer["attention_norm"](x),
             layer["q"],
             layer["k"],
             layer["v"],
             layer["o"],
             config,
-            layer.get("q_gamma"),
-            layer.get("k_gamma"),
+            layer.get("head_norms"),
+            layer.get("output_gate"),
         )
-        x = x + mlp(norm(x, layer["mlp_norm"]), layer.get("gate"), layer["up"], layer["down"], config.gated)
-    return norm(x, params["final"]) @ params["head"].T
+        x = x + mlp(layer["mlp_norm"](x), layer.get("gate"), layer["up"], layer["down"], config.gated)
+    return params["final"](x) @ params["head"].T

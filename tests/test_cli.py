@@ -61,7 +61,11 @@ def test_python_dash_m_is_the_same_command(tmp_path):
     [
         (["lunch", "x.py"], ["unknown command 'lunch'", "'launch'"]),
         (["pretrain", "--scalevec-strategy", "unifed"], ["stock, none, iwd, hg", "'unified'"]),
-        (["pretrain", "--scalevec-strategy", "unified"], ["does not build it yet", "hg"]),
+        (
+            ["pretrain", "--scalevec-strategy", "hg", "--scalevec-execution", "optimizer"],
+            ["does not build it yet", "autograd"],
+        ),
+        (["pretrain", "--scalevec-strategy", "hg", "--scalevec-lr-mult", "input"], ["ROLE=FACTOR"]),
         (["pretrain", "--scalevec-stratgy", "hg"], ["--scalevec-stratgy", "--scalevec-strategy"]),
         (["pretrain", "--scalevec-strategy"], ["expected one argument"]),
         (["pretrain", "--scalevec-placement", "dual"], ["needs a strategy"]),
@@ -164,7 +168,7 @@ def test_cpu_mode_can_be_forbidden(tmp_path):
 def test_under_torchrun_an_error_is_said_once(tmp_path):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     torchrun += ("-m", "megatron_scalevec")
-    argv = tiny_gpt("llama", "--tensor-model-parallel-size", "2", "--mtp-num-layers", "1")
+    argv = tiny_gpt("llama", "--tensor-model-parallel-size", "2", "--qk-clip")
     run = scalevec(
         "launch",
         SCRIPTS / "pretrain_as_users_do.py",
@@ -175,4 +179,4 @@ def test_under_torchrun_an_error_is_said_once(tmp_path):
     )
     assert run.returncode != 0
     assert run.stderr.count("scalevec: error") == 1
-    assert "--mtp-num-layers" in run.stderr
+    assert "--qk-clip" in run.stderr

@@ -5,9 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_scalevec import ScaleVecConfig, ScaleVecError
-from megatron_scalevec.config import STRATEGIES
-
-BUILT = ["stock", "none", "iwd", "hg", "post-qkv", "dp"]
 
 
 @pytest.mark.parametrize(
@@ -19,12 +16,16 @@ BUILT = ["stock", "none", "iwd", "hg", "post-qkv", "dp"]
         ("hg", ("split", "input", "none", "split")),
         ("post-qkv", ("split", "output", "none", "split")),
         ("dp", ("split", "dual", "none", "split")),
+        ("dnp", ("split", "dual-norm", "none", "split")),
+        ("or", ("shared", "input", "product", "split")),
+        ("unified", ("split", "dual-norm", "product", "split")),
+        ("unified-foldable", ("split", "dual", "product", "split")),
     ],
 )
 def test_presets_resolve_to_the_table_of_the_method(strategy, components):
     config = ScaleVecConfig(strategy=strategy)
     assert (config.branches, config.placement, config.reparam, config.weight_decay) == components
-    assert config.sites == ("attention", "mlp", "head")
+    assert config.sites == ("attention", "mlp", "mtp", "head")
     assert config.active == (strategy != "stock")
 
 
@@ -34,24 +35,18 @@ def test_a_component_overrides_the_preset():
     assert config.sites == ("mlp",)
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s not in BUILT])
-def test_strategies_of_the_method_that_are_not_built_say_so(strategy):
-    with pytest.raises(ScaleVecError, match=rf"{strategy} is part of the method.*available now: .*hg"):
-        ScaleVecConfig(strategy=strategy)
+def test_components_that_are_not_built_say_so():
+    with pytest.raises(ScaleVecError, match="optimizer is part of the method.*available now: .*autograd"):
+        ScaleVecConfig(strategy="hg", execution="optimizer")
 
 
-@pytest.mark.parametrize(
-    "component",
-    [
-        {"placement": "dual-norm"},
-        {"reparam": "product"},
-        {"reparam": "unit"},
-        {"execution": "optimizer"},
-    ],
-)
-def test_components_that_are_not_built_say_so(component):
-    with pytest.raises(ScaleVecError, match="does not build it yet"):
-        ScaleVecConfig(strategy="hg", **component)
+def test_lists_are_brought_into_one_order():
+    config = ScaleVecConfig(
+        strategy="unified", branches_off="up, q", lr_mult="output=0.5,input=2,direction=1"
+    )
+    assert config.branches_off == ("q", "up")
+    assert config.lr_mult == "input=2,output=0.5"
+    assert config.lr_multipliers == {"input": 2.0, "output": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -72,6 +67,15 @@ def test_components_that_are_not_built_say_so(component):
         ({"strategy": "none", "weight_decay": "split"}, "contradicts --scalevec-strategy none"),
         ({"strategy": "post-qkv", "branches": "shared"}, "nothing to share"),
         ({"strategy": "iwd", "placement": "output"}, "nothing to share"),
+        ({"strategy": "none", "branches_off": "q"}, "contradicts --scalevec-strategy none"),
+        ({"strategy": "none", "sites": "projections"}, "no norm feeds"),
+        ({"strategy": "iwd", "branches_off": "q"}, "contradicts --scalevec-branches shared"),
+        ({"strategy": "hg", "branches_off": "qq"}, "unknown branch 'qq'"),
+        ({"strategy": "hg", "decay_v_norm": "output"}, "no effect with --scalevec-placement input"),
+        ({"strategy": "iwd", "vector_dtype": "fp32"}, "no effect with --scalevec-strategy iwd"),
+        ({"strategy": "hg", "lr_mult": "input"}, "ROLE=FACTOR"),
+        ({"strategy": "hg", "lr_mult": "input=-1"}, "positive factor"),
+        ({"strategy": "hg", "lr_mult": "in=2"}, "unknown role 'in'.*'input'"),
     ],
 )
 def test_bad_values_are_refused_with_a_sentence(values, message):

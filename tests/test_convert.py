@@ -33,9 +33,11 @@ def test_components_equal_the_reference(ranks, components):
 
 def test_a_trained_norm_scale_is_carried_over(ranks):
     """Conversion of a model whose norms are not at one keeps its function where that is possible."""
-    [found] = ranks.run("convert_trained", config={"strategy": "hg"})
-    assert found["difference"] < 1e-14
-    assert found["norms"] == {1.0}
+    for kind in ("llama", "gpt2"):
+        for strategy in ("iwd", "hg", "dp", "or", "unified-foldable"):
+            [found] = ranks.run("convert_trained", kind=kind, config={"strategy": strategy})
+            assert found["difference"] < 1e-14
+            assert (found["norms"] == {1.0}) == (strategy != "iwd")
     [refused] = ranks.run("convert_trained", config={"strategy": "post-qkv"})
     assert "trained scale, which 'post-qkv' would drop" in refused["error"]
     assert refused["unchanged"]

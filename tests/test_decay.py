@@ -10,6 +10,8 @@ from megatron_scalevec.vectors import VectorInfo, set_role
 GOLDEN = {
     ("input", True): (True, True, False),
     ("output", False): (False, True, False),
+    ("output", True): (False, True, False),
+    ("direction", True): (False, False, False),
     ("bias", False): (None, None, None),
     ("stock", False): (None, None, None),
     (None, False): (None, None, None),
@@ -19,7 +21,7 @@ GOLDEN = {
 @pytest.mark.parametrize(("key", "expected"), GOLDEN.items())
 def test_golden_table(key, expected):
     assert tuple(decays(*key, policy) for policy in ("split", "all", "none")) == expected
-    assert decays(*key, "stock") is None
+    assert decays(*key, "stock") is (False if key[0] == "direction" else None)
 
 
 def _parameters():

@@ -69,6 +69,8 @@ def test_every_entry_of_the_table_refuses_what_it_says():
     """Entry by entry, on the arguments alone."""
     from types import SimpleNamespace
 
+    from packaging.version import Version
+
     from megatron_scalevec import ScaleVecConfig, ScaleVecError
     from megatron_scalevec.support import REFUSALS, refuse_unsupported
 
@@ -76,10 +78,8 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "transformer-impl": {"transformer_impl": "transformer_engine"},
         "experts": {"num_experts": 8},
         "latent-attention": {"multi_latent_attention": True},
-        "mtp": {"mtp_num_layers": 1},
         "heterogeneous": {"heterogeneous_layers_config_path": "x.json"},
         "experimental-attention": {"experimental_attention_variant": "dsa"},
-        "attention-output-gate": {"attention_output_gate": True},
         "hybrid": {"hybrid_layer_pattern": "M*"},
         "legacy-models": {"use_legacy_models": True},
         "fsdp": {"use_megatron_fsdp": True},
@@ -87,7 +87,6 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "optimizer": {"optimizer": "muon"},
         "optimizer-cpu-offload": {"optimizer_cpu_offload": True},
         "precision-aware-optimizer": {"use_precision_aware_optimizer": True},
-        "layernorm-1p": {"apply_layernorm_1p": True},
         "wd-on-qk-norms": {"apply_wd_to_qk_layernorm": True},
         "kitchen": {"use_kitchen": True},
         "modelopt": {"modelopt_enabled": True},
@@ -95,16 +94,25 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "weight-rematerialization": {"gtp_weight_remat_size": 2},
         "delayed-wgrad": {"delay_wgrad_compute": True},
         "qk-clip": {"qk_clip": True},
+        "fused-qkv-rope": {"fused_single_qkv_rope": True},
+        "qk-l2-norm": {"qk_l2_norm": True},
+        "learning-rates-on-resume": {},
+    }
+    configs = {
+        "fused-qkv-rope": ScaleVecConfig(strategy="dnp"),
+        "qk-l2-norm": ScaleVecConfig(strategy="unified"),
+        "learning-rates-on-resume": ScaleVecConfig(strategy="hg", lr_mult="input=2"),
     }
     assert triggers.keys() == {refusal.name for refusal in REFUSALS}
     fine = {"transformer_impl": "local", "optimizer": "adam", "cuda_graph_impl": "none"}
     hg = ScaleVecConfig(strategy="hg")
-    refuse_unsupported(SimpleNamespace(**fine), hg)
+    refuse_unsupported(SimpleNamespace(**fine), hg, Version("0.19.2"))
     for refusal in REFUSALS:
         args = SimpleNamespace(**{**fine, **triggers[refusal.name]})
-        refuse_unsupported(args, ScaleVecConfig())
+        version = Version("0.18.2" if refusal.versions else "0.19.2")
+        refuse_unsupported(args, ScaleVecConfig(), version)
         with pytest.raises(ScaleVecError) as caught:
-            refuse_unsupported(args, hg)
+            refuse_unsupported(args, configs.get(refusal.name, hg), version)
         message = str(caught.value)
         assert refusal.way_out in message and message.endswith("or drop --scalevec-strategy.")
         assert "{" not in message and "\n" not in message
@@ -114,10 +122,8 @@ def test_every_entry_of_the_table_refuses_what_it_says():
     "arguments",
     [
         ["--num-experts", "2"],
-        ["--mtp-num-layers", "1"],
         ["--qk-clip"],
         ["--apply-wd-to-qk-layernorm"],
-        ["--attention-output-gate"],
     ],
     ids=lambda a: a[0].strip("-"),
 )
@@ -139,7 +145,11 @@ def test_flags_are_frozen():
         "--scalevec-placement",
         "--scalevec-reparam",
         "--scalevec-weight-decay",
+        "--scalevec-decay-v-norm",
+        "--scalevec-vector-dtype",
         "--scalevec-execution",
+        "--scalevec-branches-off",
+        "--scalevec-lr-mult",
         "--scalevec-sites",
         "--scalevec-audit",
         "--scalevec-cpu",

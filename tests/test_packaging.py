@@ -138,14 +138,14 @@ def run_ci(tmp_path: Path, failing: dict[str, int]) -> tuple[subprocess.Complete
 
 def test_ci_runs_every_leg(tmp_path):
     done, targets = run_ci(tmp_path, {})
-    assert (done.returncode, targets) == (0, ["lint", "test", "test-light"]), done.stderr
+    assert (done.returncode, targets) == (0, ["lint", "test", "test-light", "demo"]), done.stderr
 
 
 @pytest.mark.parametrize(("target", "code"), [("lint", 1), ("test", 5), ("test-light", 2)])
 def test_ci_fails_with_any_leg_and_runs_the_others(tmp_path, target, code):
     done, targets = run_ci(tmp_path, {target: code})
     assert done.returncode == 1
-    assert targets == ["lint", "test", "test-light"]
+    assert targets == ["lint", "test", "test-light", "demo"]
     assert f"CI failed: make {target}\n" in done.stderr
 
 

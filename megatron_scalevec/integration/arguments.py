@@ -7,7 +7,16 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_scalevec.config import COMPONENTS, SITES, STRATEGIES, ScaleVecConfig, choose
+from megatron_scalevec.config import (
+    BRANCH_NAMES,
+    COMPONENTS,
+    DEFAULT_SITES,
+    LR_ROLES,
+    SITES,
+    STRATEGIES,
+    ScaleVecConfig,
+    choose,
+)
 from megatron_scalevec.errors import ScaleVecError
 
 __all__ = ["CPU_MODES", "add_arguments", "flags_in", "options", "parse_own"]
@@ -16,7 +25,13 @@ CPU_MODES = ("auto", "on", "off")
 PREFIX = "--scalevec-"
 
 # Flags that say what is built. They travel in YAML files and checkpoints; the others belong to one launch.
-MODEL_FLAGS = ("strategy", *(name for name in COMPONENTS if name != "execution"), "sites")
+MODEL_FLAGS = (
+    "strategy",
+    *(name for name in COMPONENTS if name != "execution"),
+    "branches_off",
+    "lr_mult",
+    "sites",
+)
 
 
 def _named(what: str, valid: Sequence[str]):
@@ -29,11 +44,17 @@ def _named(what: str, valid: Sequence[str]):
     return parse
 
 
-def _sites(value: str) -> str:
-    try:
-        return ",".join(ScaleVecConfig(strategy="iwd", sites=value).sites)
-    except ScaleVecError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _checked(field: str):
+    """A flag whose value the configuration checks and brings into its usual order."""
+
+    def parse(value: str) -> str | None:
+        try:
+            resolved = getattr(ScaleVecConfig(strategy="hg", **{field: value}), field)
+        except ScaleVecError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return ",".join(resolved) if isinstance(resolved, tuple) else resolved
+
+    return parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -56,12 +77,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             + ". Default: as the strategy says.",
         )
     group.add_argument(
+        f"{PREFIX}branches-off",
+        type=_checked("branches_off"),
+        metavar="BRANCH,...",
+        help="branches that get no scale vectors, their scale being one: "
+        + ", ".join(name for names in BRANCH_NAMES.values() for name in names)
+        + ". Default: none.",
+    )
+    group.add_argument(
+        f"{PREFIX}lr-mult",
+        type=_checked("lr_mult"),
+        metavar="ROLE=FACTOR,...",
+        help="learning-rate multipliers of the scale vectors by role: "
+        + ", ".join(LR_ROLES)
+        + ". Needs megatron-core 0.19. Default: 1.",
+    )
+    group.add_argument(
         f"{PREFIX}sites",
-        type=_sites,
+        type=_checked("sites"),
         metavar="SITE,...",
         help="where the strategy acts: "
         + "; ".join(f"{name}: {text}" for name, text in SITES.items())
-        + ". Default: everywhere.",
+        + f". Default: {','.join(DEFAULT_SITES)}.",
     )
     group.add_argument(
         f"{PREFIX}audit",
@@ -80,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise ScaleVecError(message)
+        raise ScaleVecError(message) from None
 
 
 def options() -> list[str]:

@@ -31,7 +31,17 @@ from megatron_scalevec.patching import PatchSet, resolve
 from megatron_scalevec.support import refuse_unsupported
 from megatron_scalevec.versions import require_megatron_training, require_supported_megatron
 
-__all__ = ["AUDIT_FILE", "HOOKS", "Hook", "Session", "install", "installed", "session", "uninstall"]
+__all__ = [
+    "AUDIT_FILE",
+    "HOOKS",
+    "Hook",
+    "Session",
+    "install",
+    "installed",
+    "require_applied",
+    "session",
+    "uninstall",
+]
 
 AUDIT_FILE = "scalevec_audit.json"
 
@@ -121,6 +131,19 @@ def uninstall() -> None:
     _session = None
 
 
+def require_applied(current: Session, name: str) -> None:
+    """Called when the script ``name`` has ended: a strategy that met no model was not applied.
+
+    Raises:
+        ScaleVecError: A strategy was asked for and no GPTModel was built.
+    """
+    if current.config.active and "model" not in current.called:
+        raise ScaleVecError(
+            f"{name} ended without building a GPTModel, so --scalevec-strategy {current.config.strategy} was "
+            "not applied to anything; launch a script that pre-trains a megatron.core GPT model."
+        )
+
+
 def _land(hook: Hook, new: Session) -> None:
     if not SpecifierSet(hook.versions).contains(new.version.base_version, prereleases=True):
         raise ScaleVecError(
@@ -181,12 +204,13 @@ def _validate(current: Session, original):
                 _say(f"CPU mode changed {len(changes)} arguments: {'; '.join(changes)}")
         _require_data(args)
         config = ScaleVecConfig.from_namespace(args)
+        _require_audit_file(args, config)
         # Before Megatron's own validation, whose complaints would send the user in another direction;
         # and after it, when derived values are known and YAML sections are flat.
-        refuse_unsupported(args, config)
+        refuse_unsupported(args, config, current.version)
         result = original(args, {} if defaults is None else defaults)
         args = args if result is None else result
-        refuse_unsupported(args, config)
+        refuse_unsupported(args, config, current.version)
         current.config = config
         if config.active:
             _say(f"scale vectors asked for: {config.describe()}")
@@ -208,6 +232,24 @@ def _require_data(args: Any) -> None:
                     f"{flag} {prefix}: {' and '.join(prefix + end for end in missing)} not found; give the "
                     "path of an indexed dataset without its .bin/.idx ending."
                 )
+
+
+def _require_audit_file(args: Any, config: ScaleVecConfig) -> None:
+    """Stop for a file that could not be written, before anything has been built."""
+    path = getattr(args, "scalevec_audit", None)
+    if path is None:
+        return
+    if not config.active:
+        raise ScaleVecError(
+            f"--scalevec-audit {path} has nothing to say about a stock model; add --scalevec-strategy, for "
+            "example hg, or drop it."
+        )
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        why = "is a folder" if os.path.isdir(path) else f"cannot be created in {folder}"
+        raise ScaleVecError(f"--scalevec-audit {path} {why}; give the name of a file to write.")
 
 
 def _prefixes(value: Any) -> list[str]:
@@ -239,12 +281,13 @@ def _gpt_model(current: Session, original):
 
 def _overrides(current: Session, original):
     def get_standard_config_overrides(config):
-        from megatron_scalevec.decay import with_decaying_vectors
+        from megatron_scalevec.decay import with_decaying_vectors, with_learning_rates
 
         overrides = original(config)
         if not current.config.active:
             return overrides
-        return with_decaying_vectors(overrides, current.config.weight_decay)
+        overrides = with_decaying_vectors(overrides, current.config.weight_decay)
+        return with_learning_rates(overrides, current.config.lr_multipliers, config)
 
     return get_standard_config_overrides
 

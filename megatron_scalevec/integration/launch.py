@@ -13,7 +13,7 @@ from megatron_scalevec.integration import hooks
 from megatron_scalevec.integration.arguments import parse_own
 from megatron_scalevec.versions import require_megatron_training, require_supported_megatron
 
-__all__ = ["launch", "pretrain"]
+__all__ = ["launch", "prepare", "pretrain"]
 
 
 def launch(script: str, arguments: Sequence[str]) -> None:
@@ -29,13 +29,14 @@ def launch(script: str, arguments: Sequence[str]) -> None:
             "pretrain_gpt.py of a Megatron-LM checkout, or use 'scalevec pretrain' for the built-in one."
         )
     path = os.path.abspath(script)
-
-    def run() -> None:
-        # As the interpreter does for a script: its folder is where its imports are looked up first.
-        sys.path.insert(0, os.path.dirname(path))
-        runpy.run_path(path, run_name="__main__")
-
-    _run(path, arguments, run)
+    # As the interpreter does for a script: its folder is where imports are looked up first. Before
+    # anything is imported, because the script may bring its own Megatron.
+    folder = os.path.dirname(path)
+    if sys.path and sys.path[0] in ("", os.getcwd()):
+        sys.path[0] = folder
+    elif folder not in sys.path[:1]:
+        sys.path.insert(0, folder)
+    _run(path, arguments, lambda: runpy.run_path(path, run_name="__main__"))
 
 
 def pretrain(arguments: Sequence[str]) -> None:
@@ -49,22 +50,31 @@ def pretrain(arguments: Sequence[str]) -> None:
     _run("scalevec-pretrain", arguments, run)
 
 
-def _run(name: str, arguments: Sequence[str], run: Callable[[], None]) -> None:
+def prepare(arguments: Sequence[str]) -> hooks.Session:
+    """Everything before the script's own first line: checks, CPU mode, hooks.
+
+    Raises:
+        ScaleVecError: Bad flags, or an unsupported Megatron.
+    """
     own = parse_own(arguments)
     version = require_supported_megatron()
     require_megatron_training(version)
     _single_process_defaults()
+    return hooks.install(list(arguments), cpu=_start_cpu_mode(own.scalevec_cpu or "auto"))
+
+
+def _run(name: str, arguments: Sequence[str], run: Callable[[], None]) -> None:
+    session = prepare(arguments)
     sys.argv = [name, *arguments]
-    session = hooks.install(list(arguments), cpu=_start_cpu_mode(own.scalevec_cpu or "auto"))
     # Scripts call into Megatron in the middle of their own start-up; a ScaleVecError from a hook passes
     # through them to the caller, which prints it.
-    run()
-    if session.config.active and session.audit is None and "model" not in session.called:
-        raise ScaleVecError(
-            f"{name} ended without building a GPTModel, so --scalevec-strategy "
-            f"{session.config.strategy} was not applied to anything; launch a script that pre-trains a "
-            "megatron.core GPT model."
-        )
+    try:
+        run()
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):
+            hooks.require_applied(session, name)
+        raise
+    hooks.require_applied(session, name)
 
 
 def _start_cpu_mode(wanted: str) -> bool:

@@ -1,35 +1,36 @@
-"""A column-parallel linear whose rows and columns are scaled branch by branch."""
+"""Linears whose rows and columns are scaled branch by branch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.fold import RowMap, fold_weight
-from megatron_scalevec.vectors import VectorInfo, add_vector
+from megatron_scalevec.layers import common
+from megatron_scalevec.vectors import VectorInfo, add_vector, compose_vector, keep_dtype
 
-__all__ = ["ScaleVecColumnParallelLinear", "gamma_name", "sum_gradient_over_tensor_parallel"]
+__all__ = [
+    "LEAVES",
+    "SHARED",
+    "FoldedLinear",
+    "ScaleVecColumnParallelLinear",
+    "ScaleVecRowParallelLinear",
+    "gamma_name",
+]
+
+SHARED = "shared"
+"""Branch name of an input scale that all branches of a linear have in common."""
 
 
 def gamma_name(side: str, branch: str) -> str:
-    """Name of the parameter: ``gamma_in_q``, ``gamma_out_gate``."""
+    """Base name of a vector's parameters: ``gamma_in_q``, ``gamma_out_gate``."""
     return f"gamma_{side}_{branch}"
 
 
-def sum_gradient_over_tensor_parallel(vectors: torch.Tensor, group) -> torch.Tensor:
-    """Identity whose backward sums the gradient over the tensor-parallel group.
-
-    Each rank folds a complete vector into its own rows, so each rank's gradient is a partial sum, with
-    sequence parallelism and without. None of the attributes that Megatron offers for norms covers the
-    case without.
-    """
-    return copy_to_tensor_model_parallel_region(vectors, group=group)
-
-
-class ScaleVecColumnParallelLinear(ColumnParallelLinear):
-    """``ColumnParallelLinear`` with scale vectors in its weight.
+class FoldedLinear:
+    """Mixin: a linear that multiplies by W_eff instead of its weight.
 
     ``weight`` keeps its name, shape and attributes; the vectors are further parameters
     (:func:`gamma_name`). A checkpoint holds them as replicated tensors through the inherited
@@ -39,63 +40,102 @@ class ScaleVecColumnParallelLinear(ColumnParallelLinear):
     @classmethod
     def convert(
         cls,
-        linear: ColumnParallelLinear,
-        config: ScaleVecConfig,
+        linear: torch.nn.Module,
         row_map: RowMap,
         *,
         site: str,
         layer: int,
-        initial_gamma_in: torch.Tensor | None,
+        in_branches: Sequence[str],
+        out_branches: Sequence[str],
+        initial_gamma_in: torch.Tensor,
+        reparam: str,
+        dtype: torch.dtype | None,
     ) -> None:
         """Give ``linear`` its scale vectors.
 
         Args:
-            linear: A plain ``ColumnParallelLinear`` that owns its weight.
-            config: What to build.
+            linear: A plain linear of the class below this one, which owns its weight.
             row_map: For this rank's rows.
-            site: ``attention`` or ``mlp``.
+            site: A key of ``config.SITES``.
             layer: Megatron's layer number.
-            initial_gamma_in: [hidden] start value of every branch's γ_in, None where γ_in stays in the
-                norm. Output scales start at one.
+            in_branches: Branches that get a γ_in; ``(SHARED,)`` for one γ_in over all of them.
+            out_branches: Branches that get a γ_out. Output scales start at one.
+            initial_gamma_in: [input channels of the unsharded weight] start value of every γ_in.
+            reparam: How the vectors are stored.
+            dtype: Storage dtype of the vectors, None for the weight's.
         """
         linear.__class__ = cls
         # Its backward writes into ``weight.main_grad``, and W_eff is not the parameter.
         linear.gradient_accumulation_fusion = False
-        linear.scalevec_branches = row_map.branches
+        shared = tuple(in_branches) == (SHARED,)
         device = linear.weight.device
-        for name in ("branch_of_row", "slot_of_row"):
-            rows = getattr(row_map, name).to(device)
-            linear.register_buffer(f"scalevec_{name}", rows, persistent=False)
+        branch_of_row = torch.zeros_like(row_map.branch_of_row) if shared else row_map.branch_of_row
+        linear.register_buffer("scalevec_branch_of_row", branch_of_row.to(device), persistent=False)
+        linear.register_buffer("scalevec_slot_of_row", row_map.slot_of_row.to(device), persistent=False)
+        # One entry per row of γ_in and per block of γ_out: name and size, a name of None for ones.
+        channels = initial_gamma_in.numel()
+        linear.scalevec_in = tuple(
+            (gamma_name("in", branch) if branch in in_branches else None, channels)
+            for branch in ((SHARED,) if shared else row_map.branches)
+        )
+        linear.scalevec_out = tuple(
+            (gamma_name("out", branch) if branch in out_branches else None, size)
+            for branch, size in zip(row_map.branches, row_map.sizes)
+        )
+
+        def add(branch: str, side: str, initial: torch.Tensor) -> None:
+            add_vector(
+                linear,
+                gamma_name(side, branch),
+                initial,
+                VectorInfo(site, branch, side, layer, "linear", reparam),
+                "input",
+                like=linear.weight,
+                dtype=dtype,
+            )
+
+        for branch in in_branches:
+            add(branch, "in", initial_gamma_in)
         for branch, size in zip(row_map.branches, row_map.sizes):
-            if initial_gamma_in is not None:
-                info = VectorInfo(site, branch, "in", layer, "linear")
-                add_vector(linear, gamma_name("in", branch), initial_gamma_in, info, "input")
-            if config.has_output_scales:
-                info = VectorInfo(site, branch, "out", layer, "linear")
-                add_vector(linear, gamma_name("out", branch), torch.ones(size), info, "input")
+            if branch in out_branches:
+                add(branch, "out", torch.ones(size))
 
     def folded_weight(self) -> torch.Tensor:
-        """W_eff of this rank, [rows, hidden]; see :func:`megatron_scalevec.fold.fold_weight`."""
-        sides = [side for side in ("in", "out") if self._gammas(side)]
-        vectors = [gamma for side in sides for gamma in self._gammas(side)]
+        """W_eff of this rank, shaped as the weight; see :func:`megatron_scalevec.fold.fold_weight`."""
+        names = [name for name, _ in (*self.scalevec_in, *self.scalevec_out) if name is not None]
+        vectors = [compose_vector(self, name) for name in names]
         # One reduction for all vectors of the linear.
-        summed = sum_gradient_over_tensor_parallel(torch.cat(vectors), self.tp_group)
-        parts = summed.split([sum(g.numel() for g in self._gammas(side)) for side in sides])
-        gammas = dict(zip(sides, parts))
-        gamma_in = gammas.get("in")
+        summed = common.sum_gradient_over_tensor_parallel(torch.cat(vectors), self.tp_group)
+        gammas = dict(zip(names, summed.split([vector.numel() for vector in vectors])))
+        gamma_in = self._joined(self.scalevec_in, gammas, summed)
         if gamma_in is not None:
-            gamma_in = gamma_in.view(len(self.scalevec_branches), -1)
+            gamma_in = self._own_columns(gamma_in.view(len(self.scalevec_in), -1))
         return fold_weight(
             self.weight,
             gamma_in,
-            gammas.get("out"),
+            self._joined(self.scalevec_out, gammas, summed),
             self.scalevec_branch_of_row,
             self.scalevec_slot_of_row,
         )
 
-    def _gammas(self, side: str) -> list[torch.nn.Parameter]:
-        names = [gamma_name(side, branch) for branch in self.scalevec_branches]
-        return [getattr(self, name) for name in names if hasattr(self, name)]
+    def _own_columns(self, gamma_in: torch.Tensor) -> torch.Tensor:
+        return gamma_in
+
+    @staticmethod
+    def _joined(
+        blocks: Sequence[tuple[str | None, int]], gammas: dict[str, torch.Tensor], like: torch.Tensor
+    ) -> torch.Tensor | None:
+        if all(name is None for name, _ in blocks):
+            return None
+        return torch.cat([like.new_ones(size) if name is None else gammas[name] for name, size in blocks])
+
+    def _apply(self, fn, recurse=True):
+        keep_dtype(self, lambda: super(FoldedLinear, self)._apply(fn, recurse))
+        return self
+
+
+class ScaleVecColumnParallelLinear(FoldedLinear, ColumnParallelLinear):
+    """``ColumnParallelLinear`` with scale vectors: each rank holds some of the rows."""
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
         """As ``ColumnParallelLinear.forward``, multiplying by W_eff.
@@ -111,3 +151,23 @@ class ScaleVecColumnParallelLinear(ColumnParallelLinear):
         return super().forward(
             input_, weight=self.folded_weight(), runtime_gather_output=runtime_gather_output
         )
+
+
+class ScaleVecRowParallelLinear(FoldedLinear, RowParallelLinear):
+    """``RowParallelLinear`` with scale vectors: each rank holds some of the columns."""
+
+    def _own_columns(self, gamma_in):
+        own = self.weight.shape[1]
+        start = self.tp_group.rank() * own
+        return gamma_in[:, start : start + own]
+
+    def _forward_impl(self, input, weight, *args, **kwargs):
+        # The one place through which every Megatron of the window passes the weight.
+        return super()._forward_impl(input, self.folded_weight(), *args, **kwargs)
+
+
+LEAVES: dict[type, type[FoldedLinear]] = {
+    ColumnParallelLinear: ScaleVecColumnParallelLinear,
+    RowParallelLinear: ScaleVecRowParallelLinear,
+}
+"""Megatron's class to ours."""

@@ -43,6 +43,22 @@ LAYOUTS = {
         2,
         ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
     ),
+    "tp4": (4, ["--tensor-model-parallel-size", "4"]),
+    "pp2-vpp": (
+        2,
+        ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
+    ),
+    "cp2": (2, ["--context-parallel-size", "2"]),
+    "full-recompute": (
+        2,
+        "--tensor-model-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1".split(),
+    ),
+    "selective-recompute": (
+        2,
+        "--tensor-model-parallel-size 2 --recompute-granularity selective --recompute-modules "
+        "layernorm core_attn mlp".split(),
+    ),
 }
 """Name to number of ranks and the arguments that ask for them."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["build_gpt", "initialize_parallel", "reference_of"]
+__all__ = ["ZeroCenteredNorm", "build_gpt", "initialize_parallel", "reference_of"]
 
 SIZES = {"heads": 4, "head_dim": 8, "hidden": 32, "ffn": 48, "vocabulary": 64, "sequence": 16}
 
@@ -18,10 +18,31 @@ def initialize_parallel(**sizes: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
-def build_gpt(kind: str = "llama", **overrides):
-    """A float64 GPT with local layers: ``llama``, ``gpt2``, ``qk-norm`` or ``one-group``."""
+class ZeroCenteredNorm(torch.nn.Module):
+    """A norm that stores γ − 1, as TransformerEngine's and apex's can; torch's cannot."""
+
+    def __init__(self, config, hidden_size, eps=1e-5):
+        super().__init__()
+        self.rms, self.eps = config.normalization == "RMSNorm", eps
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
+        self.bias = None if self.rms else torch.nn.Parameter(torch.zeros(hidden_size))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x):
+        size = self.weight.shape
+        if self.rms:
+            return torch.nn.functional.rms_norm(x, size, self.weight + 1, self.eps)
+        return torch.nn.functional.layer_norm(x, size, self.weight + 1, self.bias, self.eps)
+
+
+def build_gpt(kind: str = "llama", dtype: torch.dtype = torch.float64, **overrides):
+    """A GPT with local layers: ``llama``, ``gpt2``, ``qk-norm`` or ``one-group``.
+
+    ``overrides`` go into the TransformerConfig; ``layernorm_zero_centered_gamma`` brings norms of its own.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     modern = kind != "gpt2"
@@ -37,8 +58,8 @@ def build_gpt(kind: str = "llama", **overrides):
         "add_bias_linear": not modern,
         "qk_layernorm": kind == "qk-norm",
         "use_cpu_initialization": True,
-        "params_dtype": torch.float64,
-        "pipeline_dtype": torch.float64,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "masked_softmax_fusion": False,
@@ -49,18 +70,24 @@ def build_gpt(kind: str = "llama", **overrides):
         **overrides,
     }
     config = TransformerConfig(**settings)
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    if config.layernorm_zero_centered_gamma:
+        spec.submodules.input_layernorm = ZeroCenteredNorm
+        spec.submodules.pre_mlp_layernorm = ZeroCenteredNorm
+        if config.qk_layernorm:
+            inner = spec.submodules.self_attention.submodules
+            inner.q_layernorm = inner.k_layernorm = ZeroCenteredNorm
+        spec = TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=ZeroCenteredNorm)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            qk_layernorm=config.qk_layernorm, normalization=config.normalization
-        ),
+        transformer_layer_spec=spec,
         vocab_size=SIZES["vocabulary"],
         max_sequence_length=SIZES["sequence"],
         share_embeddings_and_output_weights=not modern,
         position_embedding_type="rope" if modern else "learned_absolute",
     )
     # The torch norms and position tables are built in the default dtype.
-    return model.double()
+    return model.to(dtype)
 
 
 def reference_of(model):
@@ -70,12 +97,11 @@ def reference_of(model):
         (params for ``reference.gpt_logits``, ReferenceConfig, leaves: name of the model's parameter to
         the float64 leaf that stands for it)
     """
-    from reference import Branch, ReferenceConfig
+    from reference import Branch, ReferenceConfig, layer_norm, product, rms_norm, unit
 
     c = model.config
-    leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    leaves = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
     head_dim, groups = c.kv_channels, c.num_query_groups
-    per_group = (c.num_attention_heads // groups) * head_dim
     used: set[str] = set()
 
     def leaf(name):
@@ -83,33 +109,58 @@ def reference_of(model):
             used.add(name)
         return leaves.get(name)
 
-    def branches(path, names, rows_of):
-        """Branches of a fused linear; vectors are looked up by the names the plugin gives them."""
+    def vector(name):
+        """A scale vector by the names the plugin gives its stored parts; None where there is none."""
+        if f"{name}_beta" in leaves:
+            return product(leaf(f"{name}_beta"), leaf(f"{name}_alpha"))
+        if f"{name}_magnitude" in leaves:
+            return unit(leaf(f"{name}_magnitude"), leaf(f"{name}_direction"))
+        return leaf(name)
+
+    def branches(path, names, rows_of, shared="shared"):
+        """Branches of a fused linear."""
         weight, bias = leaf(f"{path}.weight"), leaf(f"{path}.bias")
+        of_all = vector(f"{path}.gamma_in_{shared}")
         return {
             b: Branch(
-                rows_of(weight, i),
-                leaf(f"{path}.gamma_in_{b}"),
-                leaf(f"{path}.gamma_out_{b}"),
-                None if bias is None else rows_of(bias, i),
+                rows_of(weight, b),
+                of_all if of_all is not None else vector(f"{path}.gamma_in_{b}"),
+                vector(f"{path}.gamma_out_{b}"),
+                None if bias is None else rows_of(bias, b),
             )
-            for i, b in enumerate(names)
+            for b in names
         }
 
-    def qkv_rows(tensor, index):
-        blocks = tensor.view(groups, per_group + 2 * head_dim, *tensor.shape[1:])
-        start = (0, per_group, per_group + head_dim)[index]
-        stop = (per_group, per_group + head_dim, per_group + 2 * head_dim)[index]
-        return blocks[:, start:stop].flatten(0, 1)
+    gated_output = bool(getattr(c, "attention_output_gate", False))
+    queries = (c.num_attention_heads // groups) * head_dim
+    blocks = {"q": queries, "output_gate": queries, "k": head_dim, "v": head_dim}
+    if not gated_output:
+        del blocks["output_gate"]
 
-    def fc1_rows(tensor, index):
-        return tensor.chunk(2)[index] if c.gated_linear_unit else tensor
+    def qkv_rows(tensor, branch):
+        """Query groups one after the other, each with its branches one after the other."""
+        grouped = tensor.view(groups, sum(blocks.values()), *tensor.shape[1:])
+        start = sum(list(blocks.values())[: list(blocks).index(branch)])
+        return grouped[:, start : start + blocks[branch]].flatten(0, 1)
 
-    def plain(path):
-        return Branch(leaf(f"{path}.weight"), bias=leaf(f"{path}.bias"))
+    def fc1_rows(tensor, branch):
+        return tensor.chunk(2)[branch == "up"] if c.gated_linear_unit else tensor
 
     def norm(path):
-        return leaf(f"{path}.weight"), leaf(f"{path}.bias")
+        """γ ⊙ Norm(x) + β, and a vector of ours on all of that."""
+        weight, beta, gamma = leaf(f"{path}.weight"), leaf(f"{path}.bias"), vector(f"{path}.gamma")
+        if weight is None:
+            return None
+        own = weight + 1 if c.layernorm_zero_centered_gamma else weight
+
+        def apply(x):
+            if c.normalization == "RMSNorm":
+                y = rms_norm(x, own, c.layernorm_epsilon)
+            else:
+                y = layer_norm(x, own, beta, c.layernorm_epsilon)
+            return y if gamma is None else gamma * y
+
+        return apply
 
     layers = []
     for index in range(c.num_layers):
@@ -118,16 +169,13 @@ def reference_of(model):
             {
                 "attention_norm": norm(f"{path}.input_layernorm"),
                 "mlp_norm": norm(f"{path}.pre_mlp_layernorm"),
-                **branches(f"{path}.self_attention.linear_qkv", ("q", "k", "v"), qkv_rows),
-                "o": plain(f"{path}.self_attention.linear_proj"),
+                **branches(f"{path}.self_attention.linear_qkv", blocks, qkv_rows),
+                **branches(f"{path}.self_attention.linear_proj", ("o",), lambda t, b: t),
                 **branches(
-                    f"{path}.mlp.linear_fc1",
-                    ("gate", "up") if c.gated_linear_unit else ("up",),
-                    fc1_rows,
+                    f"{path}.mlp.linear_fc1", ("gate", "up") if c.gated_linear_unit else ("up",), fc1_rows
                 ),
-                "down": plain(f"{path}.mlp.linear_fc2"),
-                "q_gamma": leaf(f"{path}.self_attention.q_layernorm.weight"),
-                "k_gamma": leaf(f"{path}.self_attention.k_layernorm.weight"),
+                **branches(f"{path}.mlp.linear_fc2", ("down",), lambda t, b: t),
+                "head_norms": {b: norm(f"{path}.self_attention.{b}_layernorm") for b in ("q", "k", "v")},
             }
         )
     embedding = leaf("embedding.word_embeddings.weight")
@@ -146,8 +194,6 @@ def reference_of(model):
         groups=groups,
         head_dim=head_dim,
         gated=c.gated_linear_unit,
-        rms=c.normalization == "RMSNorm",
         rope=params["position"] is None,
-        eps=c.layernorm_epsilon,
     )
     return params, config, leaves

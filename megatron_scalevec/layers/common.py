@@ -1,0 +1,32 @@
+"""What the leaf modules share: changing a built module's class, and the sum over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+
+__all__ = ["mixed_class", "sum_gradient_over_tensor_parallel"]
+
+
+def sum_gradient_over_tensor_parallel(vectors: torch.Tensor, group) -> torch.Tensor:
+    """Identity whose backward sums the gradient over the tensor-parallel group.
+
+    Each rank applies a complete vector to its own rows or heads, so each rank's gradient is a partial
+    sum, with sequence parallelism and without. None of the attributes that Megatron offers for norms
+    covers the case without.
+    """
+    return copy_to_tensor_model_parallel_region(vectors, group=group)
+
+
+@functools.cache
+def mixed_class(mixin: type, base: type) -> type:
+    """The subclass of ``base`` with ``mixin`` in front, one per pair, importable by name for pickling."""
+    name = f"ScaleVec{base.__name__}"
+    made = type(name, (mixin, base), {"__module__": mixin.__module__, "__qualname__": name})
+    # Pickle and copy.deepcopy look classes up where they say they live.
+    import sys
+
+    setattr(sys.modules[mixin.__module__], name, made)
+    return made

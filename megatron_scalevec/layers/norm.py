@@ -1,0 +1,139 @@
+"""Norms whose scale is a vector of ours: γ ⊙ Norm(x), with the norm's own scale fixed at one.
+
+Used where γ cannot be folded into a weight: behind the intermediate norms of dual-norm placement, and on
+the final norm when its γ is stored in another form than the norm's own parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_scalevec.layers import common
+from megatron_scalevec.vectors import (
+    Role,
+    VectorInfo,
+    add_vector,
+    compose_vector,
+    keep_dtype,
+    mark_added,
+)
+
+__all__ = ["NormHandle", "ScaledNorm", "head_norm", "retire", "scale_norm"]
+
+_NAME = "gamma"
+
+
+class ScaledNorm:
+    """Mixin over any norm class: its output times γ. A LayerNorm's bias belongs to the norm's output.
+
+    The product is taken in the activations' dtype, after the norm has rounded to it.
+    """
+
+    scalevec_tp_group = None  # set where each rank sees only its own heads and nobody else sums
+
+    def forward(self, *args, **kwargs):
+        """As the norm's; the first of several outputs (fused residual norms) is scaled."""
+        out = super().forward(*args, **kwargs)
+        gamma = compose_vector(self, _NAME)
+        if self.scalevec_tp_group is not None:
+            gamma = common.sum_gradient_over_tensor_parallel(gamma, self.scalevec_tp_group)
+        if isinstance(out, tuple):
+            return (out[0] * gamma.to(out[0].dtype), *out[1:])
+        return out * gamma.to(out.dtype)
+
+    def _apply(self, fn, recurse=True):
+        keep_dtype(self, lambda: super(ScaledNorm, self)._apply(fn, recurse))
+        return self
+
+
+@dataclass(frozen=True)
+class NormHandle:
+    """A norm's parameters, wherever they live: in a module of their own, or in a fused linear."""
+
+    owner: torch.nn.Module
+    prefix: str = ""  # "layer_norm_" where the norm is fused into its linear
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        """γ, or γ − 1 where Megatron stores it zero-centered."""
+        return getattr(self.owner, f"{self.prefix}weight")
+
+    @property
+    def bias(self) -> torch.nn.Parameter | None:
+        """A LayerNorm's bias."""
+        return getattr(self.owner, f"{self.prefix}bias", None)
+
+
+def retire(norm: NormHandle, zero_centered: bool) -> None:
+    """Freeze a norm's own scale at one (stored as 0 where Megatron stores γ − 1).
+
+    It stays in place: kernels, checkpoints and exporters expect it. A LayerNorm's bias is from now on
+    scaled with the rest of the norm's output, so a trained one is divided by the scale it was trained
+    with: γ ⊙ (x̂ + β/γ) = γ ⊙ x̂ + β.
+    """
+    weight, bias = norm.weight, norm.bias
+    if not weight.is_meta:
+        with torch.no_grad():
+            if bias is not None and bool(bias.any()):
+                bias.div_(weight + 1 if zero_centered else weight)
+            weight.fill_(0.0 if zero_centered else 1.0)
+    weight.requires_grad_(False)
+
+
+def scale_norm(
+    norm: torch.nn.Module,
+    info: VectorInfo,
+    role: Role,
+    *,
+    zero_centered: bool,
+    dtype: torch.dtype | None,
+    tp_group=None,
+) -> None:
+    """Move a norm's scale into a vector of ours, value and function kept.
+
+    Args:
+        norm: A built norm with a 1-D ``weight``.
+        info: What the vector scales, and how it is stored.
+        role: Its weight-decay role.
+        zero_centered: Whether the norm stores γ − 1.
+        dtype: Storage dtype, None for the norm's.
+        tp_group: Sum the gradient over this group in the backward pass. None where Megatron sums it: the
+            q and k norms by their names, norms on sequence-parallel activations by the attribute that is
+            copied from the norm's weight.
+    """
+    weight = norm.weight
+    gamma = weight.detach() + 1 if zero_centered else weight.detach().clone()
+    norm.__class__ = common.mixed_class(ScaledNorm, type(norm))
+    norm.scalevec_tp_group = tp_group
+    before = set(dict(norm.named_parameters(recurse=False)))
+    add_vector(norm, _NAME, gamma, info, role, like=weight, dtype=dtype)
+    if tp_group is None:
+        for name, parameter in norm.named_parameters(recurse=False):
+            if name not in before:
+                parameter.sequence_parallel = getattr(weight, "sequence_parallel", False)
+    retire(NormHandle(norm), zero_centered)
+
+
+def head_norm(like: torch.nn.Module, config, *, bias: bool) -> torch.nn.Module:
+    """A new norm over a head's channels, of the kind the model uses elsewhere.
+
+    Args:
+        like: One of the model's norms: decides the class, device and dtype.
+        config: Megatron's model configuration: ``kv_channels``, epsilon.
+        bias: Keep a LayerNorm's bias trainable; otherwise it stays at zero.
+    """
+    size, eps = config.kv_channels, config.layernorm_epsilon
+    if type(like) in (torch.nn.RMSNorm, torch.nn.LayerNorm):
+        norm = type(like)(size, eps=eps)
+    else:
+        norm = type(like)(config=config, hidden_size=size, eps=eps)
+    norm = norm.to(device=like.weight.device, dtype=like.weight.dtype)
+    for parameter in norm.parameters():
+        mark_added(parameter)
+        parameter.sequence_parallel = bool(getattr(like.weight, "sequence_parallel", False))
+    own_bias = getattr(norm, "bias", None)
+    if own_bias is not None and not bias:
+        own_bias.requires_grad_(False)
+    return norm

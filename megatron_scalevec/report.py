@@ -1,0 +1,32 @@
+"""How a :class:`ScaleVecError` ends a process: one sentence, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from megatron_scalevec.errors import USAGE_EXIT_CODE, ScaleVecError
+
+__all__ = ["leave_with"]
+
+_FIRST_RANK_SPEAKS_WITHIN = 20.0  # seconds; imports on a busy node differ by several
+
+
+def leave_with(error: ScaleVecError) -> int:
+    """Say the error once per node and return the exit code.
+
+    Mostly every rank meets the same error, and torchrun ends all ranks as soon as one has left; so the
+    others leave the first word to the node's first rank, and speak up only if it stays silent. A rank of a
+    running process group ends at once: its peers may wait in a collective that never comes.
+    """
+    rank = os.environ.get("RANK", "0")
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_FIRST_RANK_SPEAKS_WITHIN)
+    where = "" if rank == "0" else f" (rank {rank})"
+    sys.stdout.flush()
+    print(f"scalevec: error{where}: {error}", file=sys.stderr, flush=True)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        os._exit(USAGE_EXIT_CODE)
+    return USAGE_EXIT_CODE
