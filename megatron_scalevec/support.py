@@ -189,6 +189,13 @@ REFUSALS: tuple[Refusal, ...] = (
         versions="<0.19",
     ),
     Refusal(
+        "meta-device-init",
+        _given("init_model_with_meta_device"),
+        "--init-model-with-meta-device replaces every parameter after the model is built, and with it what "
+        "marks a scale vector",
+        "drop that flag",
+    ),
+    Refusal(
         "qk-clip",
         _given("qk_clip"),
         "--qk-clip rescales rows of the q/k/v weight and is not proven with scale vectors yet",

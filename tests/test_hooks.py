@@ -94,6 +94,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "weight-rematerialization": {"gtp_weight_remat_size": 2},
         "delayed-wgrad": {"delay_wgrad_compute": True},
         "qk-clip": {"qk_clip": True},
+        "meta-device-init": {"init_model_with_meta_device": True},
         "fused-qkv-rope": {"fused_single_qkv_rope": True},
         "qk-l2-norm": {"qk_l2_norm": True},
         "learning-rates-on-resume": {},

@@ -223,7 +223,8 @@ def _require_data(args: Any) -> None:
     """Stop for a dataset that is not there; Megatron would find out on one rank, minutes later."""
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         for prefix in _prefixes(getattr(args, name, None)):
-            if "://" in prefix:
+            # Remote storage, and formats of other datasets (JSON lines, folders), are not ours to judge.
+            if "://" in prefix or os.path.exists(prefix):
                 continue
             missing = [end for end in (".bin", ".idx") if not os.path.exists(prefix + end)]
             if missing:
