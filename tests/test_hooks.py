@@ -155,3 +155,39 @@ def test_flags_are_frozen():
         "--scalevec-audit",
         "--scalevec-cpu",
     ]
+
+
+def test_a_loop_of_the_users_own_is_audited_too(ranks):
+    """get_model and get_megatron_optimizer without Megatron's set-up function."""
+    [found] = ranks.run("own_loop", overrides=False)
+    assert found["error"] is None and found["audited"] and "linears converted" in found["printed"]
+    [found] = ranks.run("own_loop", overrides=True)
+    assert "should decay, but the optimizer's group has wd_mult 0" in found["error"]
+
+
+def test_a_script_that_exits_zero_without_a_model_is_told_so(ranks):
+    with pytest.raises(RankFailure, match="ended without building a GPTModel"):
+        ranks.run("launch_only", argv=["--scalevec-strategy", "hg"], script="exits_zero.py")
+
+
+def test_the_scripts_own_megatron_is_the_one_that_runs(tmp_path):
+    """A checkout beside the script comes before an installed wheel, as for the script alone."""
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    core = tmp_path / "checkout" / "megatron" / "core"
+    core.mkdir(parents=True)
+    for path in (core.parent, core):
+        (path / "__init__.py").touch()
+    (core / "package_info.py").write_text('__version__ = "0.15.9"\n')
+    script = tmp_path / "checkout" / "train.py"
+    script.write_text("raise SystemExit(7)\n")
+    for command in (
+        [Path(sys.executable).parent / "scalevec"],
+        [sys.executable, "-m", "megatron_scalevec"],
+    ):
+        run = subprocess.run(
+            [*map(str, command), "launch", str(script)], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert run.returncode == 2 and "megatron-core 0.15.9 is outside" in run.stderr

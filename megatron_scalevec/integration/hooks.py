@@ -74,6 +74,8 @@ class Session:
         self.called: set[str] = set()
         self.restoring = False
         self.audit: Any = None
+        # What is known without Megatron's own parsing, which a user's loop may not use.
+        self.audit_files = [command_line.scalevec_audit] if command_line.scalevec_audit else []
 
     def never_called(self) -> list[Hook]:
         """Required hooks that were not called so far."""
@@ -132,16 +134,21 @@ def uninstall() -> None:
 
 
 def require_applied(current: Session, name: str) -> None:
-    """Called when the script ``name`` has ended: a strategy that met no model was not applied.
+    """Called when the script ``name`` has ended: a strategy that nobody has proven was not applied.
 
     Raises:
-        ScaleVecError: A strategy was asked for and no GPTModel was built.
+        ScaleVecError: A strategy was asked for, and no GPTModel was built or none was audited.
     """
-    if current.config.active and "model" not in current.called:
-        raise ScaleVecError(
-            f"{name} ended without building a GPTModel, so --scalevec-strategy {current.config.strategy} was "
-            "not applied to anything; launch a script that pre-trains a megatron.core GPT model."
-        )
+    if not current.config.active or current.audit is not None:
+        return
+    what = (
+        "building a GPTModel" if "model" not in current.called else "a Megatron optimizer over its GPTModel"
+    )
+    raise ScaleVecError(
+        f"{name} ended without {what}, so nothing proves that --scalevec-strategy "
+        f"{current.config.strategy} took effect; launch a script that pre-trains a megatron.core GPT model, or "
+        "use apply_scale_vectors and audit in your own loop."
+    )
 
 
 def _land(hook: Hook, new: Session) -> None:
@@ -212,6 +219,9 @@ def _validate(current: Session, original):
         args = args if result is None else result
         refuse_unsupported(args, config, current.version)
         current.config = config
+        current.audit_files = [file for file in (getattr(args, "scalevec_audit", None),) if file]
+        if getattr(args, "save", None):
+            current.audit_files.append(os.path.join(args.save, AUDIT_FILE))
         if config.active:
             _say(f"scale vectors asked for: {config.describe()}")
         return result
@@ -293,10 +303,24 @@ def _overrides(current: Session, original):
     return get_standard_config_overrides
 
 
+def _optimizer(current: Session, original):
+    """Where model and optimizer meet, in Megatron's loop and in loops of a user's own."""
+
+    def get_megatron_optimizer(config, model_chunks, *args, **kwargs):
+        optimizer = original(config, model_chunks, *args, **kwargs)
+        if current.config.active:
+            _audit(current, model_chunks, optimizer)
+        return optimizer
+
+    return get_megatron_optimizer
+
+
 def _setup(current: Session, original):
+    """For runs without an optimizer: evaluation."""
+
     def setup_model_and_optimizer(*args, **kwargs):
         model, optimizer, scheduler = original(*args, **kwargs)
-        if current.config.active:
+        if current.config.active and current.audit is None:
             _audit(current, model, optimizer)
         return model, optimizer, scheduler
 
@@ -305,7 +329,6 @@ def _setup(current: Session, original):
 
 def _audit(current: Session, model: Any, optimizer: Any) -> None:
     import torch
-    from megatron.training import get_args
 
     from megatron_scalevec.audit import audit
 
@@ -320,11 +343,7 @@ def _audit(current: Session, model: Any, optimizer: Any) -> None:
     current.audit = audit(model, optimizer, config=current.config)
     if torch.distributed.get_rank() == 0:
         print(current.audit.table(), flush=True)
-        args = get_args()
-        files = [getattr(args, "scalevec_audit", None)]
-        if getattr(args, "save", None):
-            files.append(os.path.join(args.save, AUDIT_FILE))
-        for file in filter(None, files):
+        for file in current.audit_files:
             current.audit.write(file)
 
 
@@ -451,6 +470,13 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "audit",
+        "megatron.core.optimizer:get_megatron_optimizer",
+        _ALL,
+        _optimizer,
+        by_name=(("megatron.training.training", _ALL),),
+    ),
+    Hook(
+        "audit without an optimizer",
         "megatron.training.training:setup_model_and_optimizer",
         _ALL,
         _setup,

@@ -643,3 +643,82 @@ def _ulps(a: torch.Tensor, b: torch.Tensor) -> float:
     a, b = a.detach().double(), b.detach().double()
     exponent = torch.floor(torch.log2(b.abs().clamp_min(b.abs().max() * 2.0**-8)))
     return float(((a - b).abs() / 2.0 ** (exponent - 7)).max())
+
+
+def _converted(config: dict[str, Any]) -> torch.nn.Module:
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from ranks.models import build_gpt, initialize_parallel
+
+    initialize_parallel()
+    model = build_gpt("llama")
+    apply_scale_vectors(model, ScaleVecConfig(**config))
+    return model
+
+
+def audit_table(config: dict[str, Any]) -> str:
+    """The printed form."""
+    from megatron_scalevec.audit import audit
+
+    return audit(_converted(config)).table()
+
+
+def write_audit(path: str) -> dict[str, str]:
+    """Write, write again with an interruption, and write where nothing can be written."""
+    import os
+
+    from megatron_scalevec import ScaleVecError
+    from megatron_scalevec.audit import audit
+
+    record = audit(_converted({"strategy": "hg"}))
+    record.write(path)
+    found = {}
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    keep, os.replace = os.replace, full
+    try:
+        record.write(path)
+    except ScaleVecError as error:
+        found["interrupted"] = type(error.__cause__).__name__
+    os.replace = keep
+    try:
+        record.write(os.path.dirname(path))
+    except ScaleVecError as error:
+        found["refused"] = str(error)
+    return found
+
+
+def own_loop(overrides: bool) -> dict[str, Any]:
+    """Build model and optimizer by hand under the hooks, with Megatron's rules or with rules of one's own."""
+    import io
+
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, ParamKey
+    from megatron.core.optimizer.optimizer_config import ParamPredicate
+
+    from megatron_scalevec import ScaleVecError
+    from megatron_scalevec.integration import hooks
+    from ranks.models import build_gpt, initialize_parallel
+
+    hooks.install(["--scalevec-strategy", "hg"])
+    import megatron.core.optimizer as optimizer
+
+    initialize_parallel()
+    model = build_gpt("llama", torch.float32)
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    config = OptimizerConfig(lr=0.1, weight_decay=0.1)
+    one_dimensional = ParamPredicate(name="1d", fn=lambda p: p.dim() == 1)
+    own = {ParamKey(predicate=one_dimensional): {"wd_mult": 0.0}}
+    rules = own if overrides else optimizer.get_standard_config_overrides(config)
+    output, error = io.StringIO(), None
+    try:
+        with contextlib.redirect_stdout(output):
+            optimizer.get_megatron_optimizer(config, [wrapped], config_overrides=rules)
+    except ScaleVecError as caught:
+        error = str(caught)
+    return {
+        "error": error,
+        "audited": hooks.session().audit is not None,
+        "printed": output.getvalue(),
+    }
