@@ -42,13 +42,18 @@ def test_megatron_outside_the_window_is_refused(ranks, version):
     assert ">=0.16.1" in found["error"] and "<0.20" in found["error"]
 
 
-@pytest.mark.parametrize("hook", ["model", "decay overrides"])
-def test_a_hook_that_was_bypassed_stops_before_training(ranks, hook):
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("model", "did not take part in building the model.*the run was stopped before training"),
+        ("decay overrides", "should decay, but the optimizer's group has wd_mult 0"),
+    ],
+)
+def test_a_hook_that_was_bypassed_stops_before_training(ranks, hook, message):
     """Somebody put the original back between installation and model building."""
     with pytest.raises(RankFailure) as caught:
         ranks.run("train", argv=tiny_gpt("llama", "--scalevec-strategy", "hg"), sabotage=f"bypass {hook}")
-    assert "did not take part in building the model" in str(caught.value)
-    assert "the run was stopped before training" in " ".join(str(caught.value).split())
+    assert re.search(message, " ".join(str(caught.value).split()))
 
 
 def test_a_script_that_builds_no_model_is_told_so(ranks):
