@@ -196,3 +196,37 @@ def test_the_scripts_own_megatron_is_the_one_that_runs(tmp_path):
             [*map(str, command), "launch", str(script)], cwd=tmp_path, capture_output=True, text=True
         )
         assert run.returncode == 2 and "megatron-core 0.15.9 is outside" in run.stderr
+
+
+def test_flags_reach_megatron_through_a_script_that_composes_its_command_line(ranks, tmp_path, monkeypatch):
+    config = tmp_path / "run.txt"
+    config.write_text(" ".join(tiny_gpt("llama")))
+    argv = ["--config", str(config), "--scalevec-strategy", "hg", "--scalevec-sites", "mlp"]
+    [result] = ranks.run("train", argv=argv, script="composes_its_command_line.py")
+    assert result["audit"]["strategy"] == "hg"
+    assert result["audit"]["components"]["sites"] == ["mlp"]
+    config.write_text(" ".join(tiny_gpt("llama", "--scalevec-strategy", "dp")))
+    with pytest.raises(RankFailure, match="says --scalevec-strategy hg, and the script hands"):
+        ranks.run("train", argv=argv, script="composes_its_command_line.py")
+
+
+def test_cpu_mode_says_what_it_hides(ranks):
+    """The same command line goes to a cluster later."""
+    argv = ["--optimizer-cpu-offload", "--scalevec-strategy", "hg"]
+    [found] = ranks.run("choose_for_cpu", argv=tiny_gpt("llama", *argv))
+    assert "on GPUs this run would be refused: --scalevec-strategy hg" in found
+    assert "--optimizer-cpu-offload" in found
+
+
+def test_a_stock_run_does_not_save_beside_another_runs_audit(ranks, tmp_path):
+    import shutil
+
+    argv = tiny_gpt("llama", "--save", str(tmp_path), "--save-interval", "10")
+    ranks.run("train", argv=[*argv, "--scalevec-strategy", "hg"])
+    audit = tmp_path / "scalevec_audit.json"
+    assert audit.exists()
+    for path in tmp_path.iterdir():
+        if path != audit:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    ranks.run("train", argv=argv)
+    assert not audit.exists()

@@ -24,11 +24,13 @@ from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.integration.arguments import (
     MODEL_FLAGS,
     add_arguments,
+    merge_command_line,
     merge_yaml,
     parse_own,
+    strategy_comes_later,
 )
 from megatron_scalevec.patching import PatchSet, resolve
-from megatron_scalevec.support import refuse_unsupported
+from megatron_scalevec.support import refusals, refuse_unsupported
 from megatron_scalevec.versions import require_megatron_training, require_supported_megatron
 
 __all__ = [
@@ -67,11 +69,12 @@ class Hook:
 class Session:
     """What the hooks of one process know: the arguments given, what they resolved to, who was called."""
 
-    def __init__(self, command_line: Any, version: Version, cpu: bool) -> None:
+    def __init__(self, command_line: Any, version: Version, cpu: bool, asked: ScaleVecConfig) -> None:
         self.command_line = command_line
         self.version = version
         self.cpu = cpu
-        self.config = ScaleVecConfig.from_namespace(command_line)
+        # What is built is decided when Megatron validates its arguments.
+        self.config = asked
         self.called: set[str] = set()
         self.restoring = False
         self.audit: Any = None
@@ -113,10 +116,13 @@ def install(argv: list[str] | None = None, *, cpu: bool = False) -> Session:
     global _session
     if _session is not None:
         return _session
-    command_line = parse_own(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    command_line = parse_own(argv)
+    later = strategy_comes_later(argv) and command_line.scalevec_strategy is None
+    asked = ScaleVecConfig() if later else ScaleVecConfig.from_namespace(command_line)
     version = require_supported_megatron()
     require_megatron_training(version)
-    new = Session(command_line, version, cpu)
+    new = Session(command_line, version, cpu, asked)
     try:
         for hook in HOOKS:
             _land(hook, new)
@@ -204,14 +210,13 @@ def _load_yaml(current: Session, original):
 
 def _validate(current: Session, original):
     def validate(args, defaults=None):
-        if current.cpu:
-            from megatron_scalevec import cpu
-
-            changes = cpu.choose_arguments(args)
-            if changes:
-                _say(f"CPU mode changed {len(changes)} arguments: {'; '.join(changes)}")
-        _require_data(args)
+        added = merge_command_line(args, current.command_line)
+        if added:
+            _say(f"the script left out {', '.join(added)}; added to Megatron's arguments")
         config = ScaleVecConfig.from_namespace(args)
+        if current.cpu:
+            _choose_for_cpu(current, args, config)
+        _require_data(args)
         _require_audit_file(args, config)
         # Before Megatron's own validation, whose complaints would send the user in another direction;
         # and after it, when derived values are known and YAML sections are flat.
@@ -228,6 +233,20 @@ def _validate(current: Session, original):
         return result
 
     return validate
+
+
+def _choose_for_cpu(current: Session, args: Any, config: ScaleVecConfig) -> None:
+    """Change what CPU needs changed, and say what that hides: the same command line goes to GPUs."""
+    from megatron_scalevec import cpu
+
+    before = refusals(args, config, current.version)
+    changes = cpu.choose_arguments(args)
+    if changes:
+        _say(f"CPU mode changed {len(changes)} arguments: {'; '.join(changes)}")
+    after = refusals(args, config, current.version)
+    for sentence in before:
+        if sentence not in after:
+            _say(f"on GPUs this run would be refused: {sentence}")
 
 
 def _require_data(args: Any) -> None:
@@ -323,6 +342,8 @@ def _setup(current: Session, original):
         model, optimizer, scheduler = original(*args, **kwargs)
         if current.config.active and current.audit is None:
             _audit(current, model, optimizer)
+        elif not current.config.active:
+            _remove_stale_audit(current)
         return model, optimizer, scheduler
 
     return setup_model_and_optimizer
@@ -346,6 +367,16 @@ def _audit(current: Session, model: Any, optimizer: Any) -> None:
         print(current.audit.table(), flush=True)
         for file in current.audit_files:
             current.audit.write(file)
+
+
+def _remove_stale_audit(current: Session) -> None:
+    """A stock run about to save where an earlier run's audit lies, its checkpoints gone or not ours."""
+    import torch
+
+    for file in current.audit_files:
+        if torch.distributed.get_rank() == 0 and os.path.exists(file):
+            os.remove(file)
+            _say(f"removed {file}: it spoke of an earlier run, and this one is stock")
 
 
 def _load_args(current: Session, original):

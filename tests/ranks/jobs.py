@@ -722,3 +722,19 @@ def own_loop(overrides: bool) -> dict[str, Any]:
         "audited": hooks.session().audit is not None,
         "printed": output.getvalue(),
     }
+
+
+def choose_for_cpu(argv: list[str]) -> str:
+    """What is printed while Megatron's arguments are validated in CPU mode."""
+    import io
+
+    from megatron.training import arguments
+
+    from megatron_scalevec.integration import hooks
+
+    sys.argv = ["x", *argv]
+    hooks.install(argv, cpu=True)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        arguments.validate_args(arguments.parse_args())
+    return output.getvalue()
