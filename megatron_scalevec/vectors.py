@@ -24,7 +24,6 @@ __all__ = [
     "has_vector",
     "keep_dtype",
     "mark_added",
-    "part_names",
     "role_of",
     "set_role",
     "vector_info",
@@ -120,12 +119,6 @@ def compose_vector(owner: torch.nn.Module, name: str) -> torch.Tensor:
         for suffix, tensor in parts.items()
     }
     return kind.compose(wide)
-
-
-def part_names(owner: torch.nn.Module, name: str) -> list[str]:
-    """Names of the parameters that hold a vector of :func:`add_vector`."""
-    kind = get_reparameterization(owner.__dict__[_KINDS_ATTRIBUTE][name])
-    return [_part_name(name, part.suffix) for part in kind.parts]
 
 
 def _part_name(name: str, suffix: str) -> str:

@@ -30,7 +30,7 @@ from megatron.core.extensions.transformer_engine import (
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.layers.linear import FoldedLinear
 from megatron_scalevec.layers.norm import ScaledNorm
-from megatron_scalevec.vectors import part_names
+from megatron_scalevec.vectors import vector_info, was_added
 
 __all__ = [
     "LEAVES",
@@ -86,7 +86,33 @@ _OBSTACLES: tuple[tuple[Callable[[Any], bool], str], ...] = (
 """What makes a linear unfit, and what is said then."""
 
 
-class _TEFolded(FoldedLinear):
+class _HidesVectors:
+    """Mixin: inside the forward pass the module shows TransformerEngine the parameters it knows.
+
+    Its linears insist that all their parameters have the dtype of the input, which vectors kept in float32
+    do not. Its norms are "operations" since TransformerEngine 2, run by an autograd function that takes all
+    their parameters and expects as many gradients back from a kernel that knows of no others.
+    """
+
+    _in_forward = False
+
+    def forward(self, *args, **kwargs):
+        # Into __dict__, as TransformerEngine does it too: torch's __setattr__ costs time in every forward.
+        self.__dict__["_in_forward"] = True
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.__dict__["_in_forward"] = False
+
+    def named_parameters(self, *args, **kwargs):
+        """As torch's, which ``parameters()`` goes through as well."""
+        found = super().named_parameters(*args, **kwargs)
+        if not self._in_forward:
+            return found
+        return ((n, p) for n, p in found if vector_info(p) is None or not was_added(p))
+
+
+class _TEFolded(_HidesVectors, FoldedLinear):
     """What the three linears have in common."""
 
     # TransformerEngine would also keep a weak reference to the weight object, and W_eff lives for one
@@ -110,7 +136,6 @@ class _TEFolded(FoldedLinear):
                 )
 
     def _get_weight_and_bias_tensors(self):
-        # TransformerEngine sets attributes like this one around torch's checks, on every forward pass.
         self.__dict__["_weight_was_taken"] = True
         _, bias = super()._get_weight_and_bias_tensors()
         return self.folded_weight(), bias
@@ -159,27 +184,8 @@ LEAVES: dict[type, type[FoldedLinear]] = {
 """Megatron's TransformerEngine classes to ours."""
 
 
-class ScaledTENorm(ScaledNorm):
-    """``ScaledNorm`` over TransformerEngine's norms.
-
-    Since TransformerEngine 2 these are "operations", run by an autograd function that takes all parameters
-    of the module and expects as many gradients back from the norm's kernel, which knows of its own only.
-    """
-
-    _own_only = False
-
-    def forward(self, *args, **kwargs):
-        """As ``ScaledNorm``'s."""
-        self.__dict__["_own_only"] = True
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            self.__dict__["_own_only"] = False
-
-    def parameters(self, recurse: bool = True):
-        """All parameters; inside the forward pass those that the kernel knows."""
-        hidden = set(part_names(self, "gamma")) if self._own_only else ()
-        return (p for name, p in self.named_parameters(recurse=recurse) if name not in hidden)
+class ScaledTENorm(_HidesVectors, ScaledNorm):
+    """``ScaledNorm`` over TransformerEngine's norms."""
 
 
 def build_norm(config, size: int, eps: float) -> torch.nn.Module:

@@ -141,7 +141,10 @@ SABOTAGE = {"tensor-parallel-sum": _drop_tensor_parallel_sum}
 
 
 def compare_with_reference(
-    kind: str, config: dict[str, Any], overrides: dict[str, Any] | None = None
+    kind: str,
+    config: dict[str, Any],
+    overrides: dict[str, Any] | None = None,
+    implementation: str = "local",
 ) -> dict[str, float]:
     """Build, convert, move away from the start, and compare with the reference on one sequence.
 
@@ -155,7 +158,7 @@ def compare_with_reference(
     from ranks.models import SIZES, build_gpt, initialize_parallel, reference_of
 
     initialize_parallel()
-    model = build_gpt(kind, **(overrides or {}))
+    model = build_gpt(kind, implementation=implementation, **(overrides or {}))
     tokens = torch.randint(
         SIZES["vocabulary"], (SIZES["sequence"],), generator=torch.Generator().manual_seed(3)
     )

@@ -35,10 +35,13 @@ class ZeroCenteredNorm(torch.nn.Module):
         return torch.nn.functional.layer_norm(x, size, self.weight + 1, self.bias, self.eps)
 
 
-def build_gpt(kind: str = "llama", dtype: torch.dtype = torch.float64, **overrides):
-    """A GPT with local layers: ``llama``, ``gpt2``, ``qk-norm`` or ``one-group``.
+def build_gpt(
+    kind: str = "llama", dtype: torch.dtype = torch.float64, implementation: str = "local", **overrides
+):
+    """A GPT: ``llama``, ``gpt2``, ``qk-norm`` or ``one-group``.
 
-    ``overrides`` go into the TransformerConfig; ``layernorm_zero_centered_gamma`` brings norms of its own.
+    ``implementation``: Megatron's name for the layers. ``overrides`` go into the TransformerConfig;
+    ``layernorm_zero_centered_gamma`` brings norms of its own to local layers.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -70,8 +73,11 @@ def build_gpt(kind: str = "llama", dtype: torch.dtype = torch.float64, **overrid
         **overrides,
     }
     config = TransformerConfig(**settings)
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    if config.layernorm_zero_centered_gamma:
+    if implementation == "transformer_engine":
+        spec = _transformer_engine_spec(config)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    if config.layernorm_zero_centered_gamma and implementation == "local":
         spec.submodules.input_layernorm = ZeroCenteredNorm
         spec.submodules.pre_mlp_layernorm = ZeroCenteredNorm
         if config.qk_layernorm:
@@ -88,6 +94,16 @@ def build_gpt(kind: str = "llama", dtype: torch.dtype = torch.float64, **overrid
     )
     # The torch norms and position tables are built in the default dtype.
     return model.to(dtype)
+
+
+def _transformer_engine_spec(config):
+    """TransformerEngine's layers, with Megatron's own attention: the weights are not in it."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    spec.submodules.self_attention.submodules.core_attention = DotProductAttention
+    return spec
 
 
 def reference_of(model):
@@ -146,9 +162,11 @@ def reference_of(model):
     def fc1_rows(tensor, branch):
         return tensor.chunk(2)[branch == "up"] if c.gated_linear_unit else tensor
 
-    def norm(path):
-        """γ ⊙ Norm(x) + β, and a vector of ours on all of that."""
+    def norm(path, fused=None):
+        """γ ⊙ Norm(x) + β, and a vector of ours on all of that. ``fused``: the linear it may be part of."""
         weight, beta, gamma = leaf(f"{path}.weight"), leaf(f"{path}.bias"), vector(f"{path}.gamma")
+        if weight is None and fused is not None:
+            weight, beta = leaf(f"{fused}.layer_norm_weight"), leaf(f"{fused}.layer_norm_bias")
         if weight is None:
             return None
         own = weight + 1 if c.layernorm_zero_centered_gamma else weight
@@ -167,8 +185,8 @@ def reference_of(model):
         path = f"decoder.layers.{index}"
         layers.append(
             {
-                "attention_norm": norm(f"{path}.input_layernorm"),
-                "mlp_norm": norm(f"{path}.pre_mlp_layernorm"),
+                "attention_norm": norm(f"{path}.input_layernorm", f"{path}.self_attention.linear_qkv"),
+                "mlp_norm": norm(f"{path}.pre_mlp_layernorm", f"{path}.mlp.linear_fc1"),
                 **branches(f"{path}.self_attention.linear_qkv", blocks, qkv_rows),
                 **branches(f"{path}.self_attention.linear_proj", ("o",), lambda t, b: t),
                 **branches(
