@@ -31,6 +31,8 @@ _USED_BY_RUNS = (
     "rich.table",
 )
 
+Job = Callable[..., Any]
+
 
 def main() -> None:
     import torch
@@ -54,7 +56,7 @@ def main() -> None:
         connection.send(run(getattr(jobs, job), world_size, timeout, arguments))
 
 
-def run(job: Callable[..., Any], world_size: int, timeout: float, arguments: dict[str, Any]):
+def run(job: Job, world_size: int, timeout: float, arguments: dict[str, Any]):
     """Fork, wait, collect. Returns (failures, results by rank)."""
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -75,7 +77,7 @@ def run(job: Callable[..., Any], world_size: int, timeout: float, arguments: dic
         return failures, results
 
 
-def _wait(pids: dict[int, int], folder: str, job: Callable[..., Any], world_size: int, timeout: float) -> list[str]:
+def _wait(pids: dict[int, int], folder: str, job: Job, world_size: int, timeout: float) -> list[str]:
     deadline = time.monotonic() + timeout
     failed: list[int] = []
     left = dict(pids)
@@ -114,7 +116,7 @@ def _report(folder: str, rank: int) -> str:
     return text
 
 
-def _rank(folder: str, job: Callable[..., Any], rank: int, world_size: int, port: int, arguments) -> None:
+def _rank(folder: str, job: Job, rank: int, world_size: int, port: int, arguments) -> None:
     code = 1
     try:
         output = open(_file(folder, rank, "output"), "w", buffering=1)
