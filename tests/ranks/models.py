@@ -116,7 +116,7 @@ def reference_of(model):
     from reference import Branch, ReferenceConfig, layer_norm, product, rms_norm, unit
 
     c = model.config
-    leaves = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    leaves = {name: p.detach().double().cpu().requires_grad_() for name, p in model.named_parameters()}
     head_dim, groups = c.kv_channels, c.num_query_groups
     used: set[str] = set()
 

@@ -237,3 +237,26 @@ def classes_by_name() -> bool:
     _convert(model, strategy="unified")
     classes = {type(module) for module in model.modules()}
     return all(pickle.loads(pickle.dumps(cls)) is cls for cls in classes)
+
+
+def gpu_check_on_the_cpu(implementation: str, precision: str) -> dict[str, Any]:
+    """The functions of benchmarks/gpu_check.py, on models small enough for a CPU."""
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    import gpu_check
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    rows = [
+        gpu_check.compare(implementation, precision, kind, strategy, device="cpu")
+        for kind, strategy in (("llama", "unified"), ("gpt2", "dp"))
+    ]
+    lines = [gpu_check.describe_numbers(row) for row in rows]
+    if precision == "bf16" and implementation == "local":
+        sizes = {"layers": 1, "hidden": 32, "heads": 4, "groups": 2, "ffn": 64, "vocabulary": 64}
+        tiny = {"sizes": sizes, "sequence": 8, "batch": 1, "rounds": 2, "steps": 1}
+        row = gpu_check.time_steps(implementation, "unified", device="cpu", **tiny)
+        lines.append(gpu_check.describe_times(row))
+    return {"right": [row["right"] for row in rows], "lines": lines}

@@ -55,3 +55,13 @@ def test_float32_vectors_in_a_bf16_model(te_ranks):
     """TransformerEngine insists on one dtype for all parameters that it sees."""
     [found] = te_ranks.run("fp32_vectors")
     assert found == {"dtypes": {"torch.float32"}, "others": {"torch.bfloat16"}, "moved": True}
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_the_gpu_check_does(te_ranks, implementation, precision):
+    """Its verdict on a CPU, and its timing of local layers."""
+    [found] = te_ranks.run("gpu_check_on_the_cpu", implementation=implementation, precision=precision)
+    assert found["right"] == [True, True], "\n".join(found["lines"])
+    timed = [line for line in found["lines"] if "ms a step" in line]
+    assert len(timed) == (precision == "bf16" and implementation == "local")
