@@ -31,6 +31,13 @@ def test_components_equal_the_reference(ranks, components):
     assert max(found["logits"], found["gradient"]) < 1e-13
 
 
+@pytest.mark.parametrize("strategy", ["hg", "dnp", "unified"])
+def test_norms_over_apex(ranks, strategy):
+    """Dual-norm builds more of them, of the model's kind."""
+    [found] = ranks.run("compare_with_apex_norms", kind="gpt2", config={"strategy": strategy})
+    assert max(found["logits"], found["gradient"]) < 1e-12
+
+
 def test_a_trained_norm_scale_is_carried_over(ranks):
     """Conversion of a model whose norms are not at one keeps its function where that is possible."""
     for kind in ("llama", "gpt2"):

@@ -193,6 +193,24 @@ def compare_with_reference(
     return result
 
 
+def compare_with_apex_norms(**arguments: Any) -> dict[str, float]:
+    """As :func:`compare_with_reference`, with Megatron's norms over apex, and torch for apex's kernel."""
+    from megatron.core.fusions import fused_layer_norm
+
+    class Kernel:
+        @staticmethod
+        def forward(ctx, x, weight, bias, shape, eps):
+            raise NotImplementedError  # Megatron looks at the signature
+
+        @staticmethod
+        def apply(x, weight, bias, shape, eps):
+            return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
+
+    fused_layer_norm.HAVE_FUSED_LAYER_NORM = True
+    fused_layer_norm.FusedLayerNormAffineFunction = Kernel
+    return compare_with_reference(overrides={"norm_class": fused_layer_norm.FusedLayerNorm}, **arguments)
+
+
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 

@@ -36,14 +36,19 @@ class ZeroCenteredNorm(torch.nn.Module):
 
 
 def build_gpt(
-    kind: str = "llama", dtype: torch.dtype = torch.float64, implementation: str = "local", **overrides
+    kind: str = "llama",
+    dtype: torch.dtype = torch.float64,
+    implementation: str = "local",
+    norm_class: type | None = None,
+    **overrides,
 ):
     """A GPT: ``llama``, ``gpt2``, ``qk-norm`` or ``one-group``.
 
-    ``implementation``: Megatron's name for the layers. ``overrides`` go into the TransformerConfig;
-    ``layernorm_zero_centered_gamma`` brings norms of its own to local layers.
+    ``implementation``: Megatron's name for the layers. ``norm_class``: for all norms of local layers.
+    ``overrides`` go into the TransformerConfig; ``layernorm_zero_centered_gamma`` brings norms of its own
+    to local layers, ``mtp_num_layers`` a multi-token-prediction block.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -77,13 +82,18 @@ def build_gpt(
         spec = _transformer_engine_spec(config)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    mtp = None
+    if config.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, spec, implementation == "transformer_engine")
     if config.layernorm_zero_centered_gamma and implementation == "local":
-        spec.submodules.input_layernorm = ZeroCenteredNorm
-        spec.submodules.pre_mlp_layernorm = ZeroCenteredNorm
+        norm_class = ZeroCenteredNorm
+    if norm_class is not None:
+        spec.submodules.input_layernorm = norm_class
+        spec.submodules.pre_mlp_layernorm = norm_class
         if config.qk_layernorm:
             inner = spec.submodules.self_attention.submodules
-            inner.q_layernorm = inner.k_layernorm = ZeroCenteredNorm
-        spec = TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=ZeroCenteredNorm)
+            inner.q_layernorm = inner.k_layernorm = norm_class
+        spec = TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=norm_class)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -91,6 +101,7 @@ def build_gpt(
         max_sequence_length=SIZES["sequence"],
         share_embeddings_and_output_weights=not modern,
         position_embedding_type="rope" if modern else "learned_absolute",
+        mtp_block_spec=mtp,
     )
     # The torch norms and position tables are built in the default dtype.
     return model.to(dtype)

@@ -239,8 +239,11 @@ def classes_by_name() -> bool:
     return all(pickle.loads(pickle.dumps(cls)) is cls for cls in classes)
 
 
-def gpu_check_on_the_cpu(implementation: str, precision: str) -> dict[str, Any]:
-    """The functions of benchmarks/gpu_check.py, on models small enough for a CPU."""
+def gpu_check_on_the_cpu(implementation: str, precision: str, broken: bool = False) -> dict[str, Any]:
+    """The functions of benchmarks/gpu_check.py, on models small enough for a CPU.
+
+    ``broken``: the linears multiply by their raw weight.
+    """
     import sys
     from pathlib import Path
 
@@ -248,6 +251,12 @@ def gpu_check_on_the_cpu(implementation: str, precision: str) -> dict[str, Any]:
     import gpu_check
     from ranks.models import initialize_parallel
 
+    from megatron_scalevec.layers.linear import FoldedLinear
+
+    if broken:
+        FoldedLinear.folded_weight = lambda self: self.weight + sum(
+            0 * p.sum() for n, p in self.named_parameters() if "gamma" in n
+        )
     initialize_parallel()
     rows = [
         gpu_check.compare(implementation, precision, kind, strategy, device="cpu")

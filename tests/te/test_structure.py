@@ -27,6 +27,15 @@ def test_the_same_parameters_and_checkpoint_as_with_local_layers(te_ranks, kind,
         assert len(vectors) == sum("gamma" in name for name in te["parameters"])
 
 
+@pytest.mark.parametrize("strategy", ["none", "unified"])
+def test_multi_token_prediction(te_ranks, strategy):
+    [found] = te_ranks.run("describe", kind="llama", config={"strategy": strategy}, mtp_num_layers=1)
+    local, te = found["local"], found["transformer_engine"]
+    assert te["parameters"] == local["parameters"]
+    assert te["audit"] == local["audit"]
+    assert any(name.startswith("mtp.") and "linear_qkv" in name for name in te["parameters"])
+
+
 @pytest.mark.parametrize("strategy", ["iwd", "unified"])
 def test_models_on_the_meta_device(te_ranks, strategy):
     [on_meta] = te_ranks.run("describe", kind="llama", config={"strategy": strategy}, device="meta")
