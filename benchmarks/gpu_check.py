@@ -200,7 +200,8 @@ def distance(implementation: str, precision: str, kind: str, strategy: str | Non
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             kind_of = "matrices" if parameter.dim() > 1 else "vectors"
-            pairs[kind_of].append((parameter.grad, leaves[name].grad))
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            pairs[kind_of].append((grad, leaves[name].grad))
     return {what: relative_distance(found) for what, found in pairs.items()}
 
 

@@ -254,8 +254,8 @@ def gpu_check_on_the_cpu(implementation: str, precision: str, broken: bool = Fal
     from megatron_scalevec.layers.linear import FoldedLinear
 
     if broken:
-        FoldedLinear.folded_weight = lambda self: self.weight + sum(
-            0 * p.sum() for n, p in self.named_parameters() if "gamma" in n
+        FoldedLinear.folded_weight = lambda self: (
+            self.weight + sum(0 * p.sum() for n, p in self._parameters.items() if "gamma" in n)
         )
     initialize_parallel()
     rows = [
