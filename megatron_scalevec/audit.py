@@ -10,6 +10,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -172,7 +173,10 @@ class Audit:
                 str(sum(self.built_vectors.get(key, 0) for key in keys)),
             )
         out = io.StringIO()
-        Console(file=out, width=110, color_system=None).print(table)
+        if table.row_count:
+            Console(file=out, width=110, color_system=None).print(table)
+        else:
+            out.write(f"scale vectors: {self.strategy}\n  no vectors: the Input-Norms have no scale\n")
         groups = "; ".join(
             f"wd x{group.weight_decay_multiplier:g}, lr {group.max_learning_rate:g}: {group.tensors} tensors"
             for group in self.decay_groups
@@ -265,7 +269,7 @@ def _local_record(chunks: list[torch.nn.Module], optimizer: Any, config: ScaleVe
                 _check_decay(name, wanted, groups.get(id(param)))
             vectors.append(
                 Vector(
-                    name=name,
+                    name=_global_name(name, info.layer),
                     site=info.site,
                     branch=info.branch,
                     side=info.side,
@@ -302,6 +306,13 @@ _NORM_SCALES = (
     "enorm.weight",
     "hnorm.weight",
 )
+
+
+def _global_name(name: str, layer: int | None) -> str:
+    """The name with the layer's index in the whole decoder instead of that in its pipeline stage."""
+    if layer is None or not name.startswith("decoder."):
+        return name
+    return re.sub(r"\blayers\.\d+\b", f"layers.{layer - 1}", name, count=1)
 
 
 def _unsharded_numel(param: torch.nn.Parameter) -> int:
@@ -360,7 +371,7 @@ def _assemble(merged: dict[str, Any], chunks: list[torch.nn.Module], config: Sca
             "sites": list(config.sites),
         },
         execution="autograd",
-        execution_reason="W_eff is formed in every forward pass; the only mode of this version",
+        execution_reason=_EXECUTION if expected.linears else "the norms' own scales; nothing is formed",
         megatron_version=str(megatron_version()),
         plugin_version=__version__,
         vectors=tuple(sorted(vectors, key=lambda v: (v.layer is None, v.layer or 0, v.name))),
@@ -377,6 +388,9 @@ def _assemble(merged: dict[str, Any], chunks: list[torch.nn.Module], config: Sca
         decay_groups=tuple(merged["groups"]),
         notes=tuple(notes),
     )
+
+
+_EXECUTION = "W_eff is formed in every forward pass; the only mode of this version"
 
 
 @dataclass(frozen=True)

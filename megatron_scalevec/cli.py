@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from megatron_scalevec import __version__
 from megatron_scalevec.config import choose
 from megatron_scalevec.errors import USAGE_EXIT_CODE, ScaleVecError
-from megatron_scalevec.report import leave_with
+from megatron_scalevec.report import leave_with, tolerate_any_encoding
 
 __all__ = ["main"]
 
@@ -23,6 +23,7 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code; 2 for anything the user can mend."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    tolerate_any_encoding()
     try:
         return _dispatch(arguments)
     except ScaleVecError as error:

@@ -27,11 +27,12 @@ from megatron_scalevec.fold import RowMap, fc1_row_map, qkv_row_map, whole_row_m
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
 from megatron_scalevec.layers.linear import SHARED, leaf_class, unsharded_sizes
 from megatron_scalevec.layers.norm import NormHandle, head_norm, retire, scale_norm
-from megatron_scalevec.vectors import VectorInfo, role_of, set_role
+from megatron_scalevec.vectors import VectorInfo, mark_added, role_of, set_role
 
 __all__ = ["applied_config", "apply_scale_vectors", "parameter_roles"]
 
 _APPLIED_ATTRIBUTE = "scalevec_config"
+_BORROWED_FLAG = "scalevec_set_qk_layernorm"
 
 
 @dataclass
@@ -392,11 +393,17 @@ def _normalize_heads(site: _LinearSite, branches: list[str], config: ScaleVecCon
             if norm is None or isinstance(norm, IdentityOp):
                 norm = head_norm(site.norm, model_config, bias=True)
                 setattr(attention, slot, norm)
+            elif getattr(model_config, _BORROWED_FLAG, False):
+                # Built by Megatron only because an earlier model chunk has set the flag below.
+                for param in norm.parameters():
+                    mark_added(param)
             for name, param in norm.named_parameters(recurse=False):
                 if name == "bias":
                     set_role(param, "bias")
             # Megatron sums the gradients of q/k norms by name where this is set.
-            model_config.qk_layernorm = True
+            if not model_config.qk_layernorm:
+                model_config.qk_layernorm = True
+                setattr(model_config, _BORROWED_FLAG, True)
             role, group = "output", None
         _own_or_kept(norm, info, role, config, model_config, group)
 

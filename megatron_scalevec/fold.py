@@ -54,19 +54,24 @@ def qkv_row_map(
     if output_gate:
         blocks = {"q": queries, "output_gate": queries, "k": head_dim, "v": head_dim}
     sizes = tuple(size * num_query_groups for size in blocks.values())
-    index = torch.arange(len(blocks))
-    branch = torch.repeat_interleave(index, torch.tensor(list(blocks.values()))).repeat(num_query_groups)
+    group = [index for index, rows in enumerate(blocks.values()) for _ in range(rows)]
+    branch = torch.tensor(group, device="cpu").repeat(num_query_groups)
     slot = torch.empty_like(branch)
     start = 0
     for i, size in enumerate(sizes):
-        slot[branch == i] = start + torch.arange(size)
+        slot[branch == i] = start + _range(size)
         start += size
     return RowMap(tuple(blocks), sizes, *_cut(branch, slot, tp_rank, tp_size))
 
 
+def _range(size: int, start: int = 0) -> torch.Tensor:
+    """Indices with values even where models are being built on the meta device."""
+    return torch.arange(start, start + size, device="cpu")
+
+
 def whole_row_map(branch: str, rows: int) -> RowMap:
     """One branch whose rows every rank holds: a row-parallel linear."""
-    slot = torch.arange(rows)
+    slot = _range(rows)
     return RowMap((branch,), (rows,), torch.zeros_like(slot), slot)
 
 
@@ -77,14 +82,14 @@ def fc1_row_map(*, ffn_hidden_size: int, gated: bool, tp_rank: int, tp_size: int
     share of the up rows. A plain MLP has the one branch ``up``.
     """
     if not gated:
-        slot = torch.arange(ffn_hidden_size)
+        slot = _range(ffn_hidden_size)
         return RowMap(("up",), (ffn_hidden_size,), *_cut(torch.zeros_like(slot), slot, tp_rank, tp_size))
     share = ffn_hidden_size // tp_size
-    own = torch.arange(tp_rank * share, (tp_rank + 1) * share)
+    own = _range(share, tp_rank * share)
     return RowMap(
         ("gate", "up"),
         (ffn_hidden_size, ffn_hidden_size),
-        torch.repeat_interleave(torch.arange(2), share),
+        torch.cat([torch.zeros_like(own), torch.ones_like(own)]),
         torch.cat([own, ffn_hidden_size + own]),
     )
 

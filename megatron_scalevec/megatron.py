@@ -13,7 +13,7 @@ import sys
 
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.integration import hooks, launch
-from megatron_scalevec.report import leave_with
+from megatron_scalevec.report import leave_with, tolerate_any_encoding
 
 
 def _install() -> None:
@@ -36,6 +36,7 @@ def _install() -> None:
                 os._exit(leave_with(error))
 
     sys.excepthook = end
+    tolerate_any_encoding()
     session = launch.prepare(sys.argv[1:])
     atexit.register(check_at_end)
 

@@ -8,9 +8,16 @@ import time
 
 from megatron_scalevec.errors import USAGE_EXIT_CODE, ScaleVecError
 
-__all__ = ["leave_with"]
+__all__ = ["leave_with", "tolerate_any_encoding"]
 
 _FIRST_RANK_SPEAKS_WITHIN = 20.0  # seconds; imports on a busy node differ by several
+
+
+def tolerate_any_encoding() -> None:
+    """Tables and formulas hold characters that a terminal may not have; a run must not die of one."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
 
 
 def leave_with(error: ScaleVecError) -> int:

@@ -17,7 +17,7 @@ from packaging.version import Version
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 
-__all__ = ["REFUSALS", "Refusal", "refuse_unsupported"]
+__all__ = ["REFUSALS", "Refusal", "refusals", "refuse_unsupported"]
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,6 @@ REFUSALS: tuple[Refusal, ...] = (
         _given("cpu_offloading_num_layers", "fine_grained_activation_offloading"),
         "offloading activations to the CPU may take the folded weights along, which is not proven yet",
         "drop --cpu-offloading-num-layers and --fine-grained-activation-offloading",
-    ),
-    Refusal(
-        "meta-device",
-        _given("init_model_with_meta_device"),
-        "--init-model-with-meta-device leaves the scale vectors without start values",
-        "drop that flag",
     ),
     Refusal(
         "experts",
@@ -222,6 +216,13 @@ REFUSALS: tuple[Refusal, ...] = (
         versions="<0.19",
     ),
     Refusal(
+        "meta-device-init",
+        _given("init_model_with_meta_device"),
+        "--init-model-with-meta-device replaces every parameter after the model is built, and with it what "
+        "marks a scale vector",
+        "drop that flag",
+    ),
+    Refusal(
         "qk-clip",
         _given("qk_clip"),
         "--qk-clip rescales rows of the q/k/v weight and is not proven with scale vectors yet",
@@ -230,22 +231,28 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
+def refusals(args: Any, config: ScaleVecConfig, version: Version) -> list[str]:
+    """A sentence for every entry of :data:`REFUSALS` that applies; empty for a stock run."""
+    found = []
+    for refusal in REFUSALS if config.active else ():
+        here = SpecifierSet(refusal.versions).contains(version.base_version, prereleases=True)
+        if here and refusal.applies(args, config):
+            reason = refusal.reason.format_map(_Lookup(args))
+            found.append(
+                f"--scalevec-strategy {config.strategy}: {reason}; {refusal.way_out}, or drop "
+                "--scalevec-strategy."
+            )
+    return found
+
+
 def refuse_unsupported(args: Any, config: ScaleVecConfig, version: Version) -> None:
     """Raise for the first entry of :data:`REFUSALS` that applies.
 
     Raises:
         ScaleVecError: With the entry's reason and way out.
     """
-    if not config.active:
-        return
-    for refusal in REFUSALS:
-        here = SpecifierSet(refusal.versions).contains(version.base_version, prereleases=True)
-        if here and refusal.applies(args, config):
-            reason = refusal.reason.format_map(_Lookup(args))
-            raise ScaleVecError(
-                f"--scalevec-strategy {config.strategy}: {reason}; {refusal.way_out}, or drop "
-                "--scalevec-strategy."
-            )
+    for sentence in refusals(args, config, version):
+        raise ScaleVecError(sentence)
 
 
 class _Lookup(dict):

@@ -180,3 +180,45 @@ def test_under_torchrun_an_error_is_said_once(tmp_path):
     assert run.returncode != 0
     assert run.stderr.count("scalevec: error") == 1
     assert "--qk-clip" in run.stderr
+
+
+@pytest.mark.needs_training
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--scalevec-audit", "."], ["--scalevec-audit . is a folder"]),
+        (["--scalevec-audit", "notes.txt/audit.json"], ["cannot be created in", "notes.txt"]),
+    ],
+)
+def test_an_audit_file_that_cannot_be_written(tmp_path, flags, expected):
+    (tmp_path / "notes.txt").touch()
+    run = scalevec("pretrain", *tiny_gpt(), "--scalevec-strategy", "hg", *flags, cwd=tmp_path)
+    assert_one_sentence(run, *expected)
+    assert "number of parameters" not in run.stdout
+
+
+@pytest.mark.needs_training
+def test_an_audit_of_a_stock_run_is_refused(tmp_path):
+    run = scalevec("pretrain", *tiny_gpt(), "--scalevec-audit", "a.json", cwd=tmp_path)
+    assert_one_sentence(run, "nothing to say about a stock model")
+    assert_nothing_written(tmp_path)
+
+
+@pytest.mark.needs_training
+def test_the_import_door_ends_as_the_launcher_does(tmp_path):
+    script = (sys.executable, SCRIPTS / "imports_the_plugin.py")
+    wrong = scalevec("--scalevec-strategy", "hgg", cwd=tmp_path, command=script)
+    assert_one_sentence(wrong, "unknown strategy 'hgg'")
+    refused = scalevec(
+        *tiny_gpt("llama", "--qk-clip"), "--scalevec-strategy", "hg", cwd=tmp_path, command=script
+    )
+    assert_one_sentence(refused, "--qk-clip")
+    nothing = scalevec(
+        "--scalevec-strategy", "hg", cwd=tmp_path, command=(sys.executable, SCRIPTS / "imports_only.py")
+    )
+    assert_one_sentence(nothing, "ended without building a GPTModel")
+
+
+def test_help_on_a_terminal_without_greek(tmp_path):
+    shown = scalevec("launch", "--help", cwd=tmp_path, env={"PYTHONIOENCODING": "ascii"})
+    assert shown.returncode == 0 and "--scalevec-placement" in shown.stdout

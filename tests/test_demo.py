@@ -181,7 +181,7 @@ def test_excerpt_is_the_cause(tmp_path):
 
 def test_defaults():
     options = parse([])
-    assert options.strategies == ("stock", "hg") and not options.baseline_added
+    assert options.strategies == ("stock", "unified") and not options.baseline_added
     assert options.seeds == (1234,) and options.out == Path("runs/demo")
 
 
@@ -384,8 +384,8 @@ AUDIT = {
     "parameters_stock": 1_246_592,
     "parameters_added": 2304,
     "norm_scales_retired": 12,
-    "vectors": [{"holder": "linear"}] * 30 + [{"holder": "norm"}],
-    "decay_groups": [{"weight_decay_multiplier": 1.0, "learning_rate_multiplier": 1.0, "tensors": 57}],
+    "vectors": [{"added": True}] * 30 + [{"added": False}],
+    "decay_groups": [{"weight_decay_multiplier": 1.0, "max_learning_rate": 3e-3, "tensors": 57}],
 }
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_scalevec.fold import fc1_row_map, fold_weight, qkv_row_map
+from megatron_scalevec.fold import fc1_row_map, fold_weight, qkv_row_map, whole_row_map
 
 
 def test_qkv_rows_are_interleaved_by_query_group():
@@ -115,3 +115,25 @@ def test_the_weight_alone_is_kept_for_backward():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         fold_weight(weight, *gammas, branch, slot)
     assert sum(t.numel() >= weight.numel() for t in kept) == 1
+
+
+def test_row_maps_have_values_under_a_meta_device():
+    """Models are also built on the meta device, to look at their layout."""
+    with torch.device("meta"):
+        maps = [
+            qkv_row_map(num_query_groups=2, query_heads_per_group=2, head_dim=2, tp_rank=1, tp_size=2),
+            fc1_row_map(ffn_hidden_size=4, gated=True, tp_rank=0, tp_size=2),
+            fc1_row_map(ffn_hidden_size=4, gated=False, tp_rank=0, tp_size=2),
+            whole_row_map("o", 4),
+        ]
+    for rows in maps:
+        assert not rows.branch_of_row.is_meta and not rows.slot_of_row.is_meta
+
+
+def test_an_output_gate_is_a_branch_between_q_and_k():
+    rows = qkv_row_map(
+        num_query_groups=2, query_heads_per_group=2, head_dim=1, tp_rank=0, tp_size=1, output_gate=True
+    )
+    assert rows.branches == ("q", "output_gate", "k", "v")
+    assert rows.branch_of_row.tolist() == [0, 0, 1, 1, 2, 3] * 2
+    assert rows.slot_of_row.tolist() == [0, 1, 4, 5, 8, 10, 2, 3, 6, 7, 9, 11]

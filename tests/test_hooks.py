@@ -42,13 +42,18 @@ def test_megatron_outside_the_window_is_refused(ranks, version):
     assert ">=0.16.1" in found["error"] and "<0.20" in found["error"]
 
 
-@pytest.mark.parametrize("hook", ["model", "decay overrides"])
-def test_a_hook_that_was_bypassed_stops_before_training(ranks, hook):
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("model", "did not take part in building the model.*the run was stopped before training"),
+        ("decay overrides", "should decay, but the optimizer's group has wd_mult 0"),
+    ],
+)
+def test_a_hook_that_was_bypassed_stops_before_training(ranks, hook, message):
     """Somebody put the original back between installation and model building."""
     with pytest.raises(RankFailure) as caught:
         ranks.run("train", argv=tiny_gpt("llama", "--scalevec-strategy", "hg"), sabotage=f"bypass {hook}")
-    assert "did not take part in building the model" in str(caught.value)
-    assert "the run was stopped before training" in " ".join(str(caught.value).split())
+    assert re.search(message, " ".join(str(caught.value).split()))
 
 
 def test_a_script_that_builds_no_model_is_told_so(ranks):
@@ -80,7 +85,6 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "grouped-dense-mlp": {"use_grouped_gemm_for_dense_mlp": True},
         "communication-overlap": {"tp_comm_overlap": True},
         "activation-offload": {"cpu_offloading_num_layers": 2},
-        "meta-device": {"init_model_with_meta_device": True},
         "experts": {"num_experts": 8},
         "latent-attention": {"multi_latent_attention": True},
         "heterogeneous": {"heterogeneous_layers_config_path": "x.json"},
@@ -99,6 +103,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "weight-rematerialization": {"gtp_weight_remat_size": 2},
         "delayed-wgrad": {"delay_wgrad_compute": True},
         "qk-clip": {"qk_clip": True},
+        "meta-device-init": {"init_model_with_meta_device": True},
         "fused-qkv-rope": {"fused_single_qkv_rope": True},
         "qk-l2-norm": {"qk_l2_norm": True},
         "learning-rates-on-resume": {},
@@ -161,3 +166,73 @@ def test_flags_are_frozen():
         "--scalevec-audit",
         "--scalevec-cpu",
     ]
+
+
+def test_a_loop_of_the_users_own_is_audited_too(ranks):
+    """get_model and get_megatron_optimizer without Megatron's set-up function."""
+    [found] = ranks.run("own_loop", overrides=False)
+    assert found["error"] is None and found["audited"] and "linears converted" in found["printed"]
+    [found] = ranks.run("own_loop", overrides=True)
+    assert "should decay, but the optimizer's group has wd_mult 0" in found["error"]
+
+
+def test_a_script_that_exits_zero_without_a_model_is_told_so(ranks):
+    with pytest.raises(RankFailure, match="ended without building a GPTModel"):
+        ranks.run("launch_only", argv=["--scalevec-strategy", "hg"], script="exits_zero.py")
+
+
+def test_the_scripts_own_megatron_is_the_one_that_runs(tmp_path):
+    """A checkout beside the script comes before an installed wheel, as for the script alone."""
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    core = tmp_path / "checkout" / "megatron" / "core"
+    core.mkdir(parents=True)
+    for path in (core.parent, core):
+        (path / "__init__.py").touch()
+    (core / "package_info.py").write_text('__version__ = "0.15.9"\n')
+    script = tmp_path / "checkout" / "train.py"
+    script.write_text("raise SystemExit(7)\n")
+    for command in (
+        [Path(sys.executable).parent / "scalevec"],
+        [sys.executable, "-m", "megatron_scalevec"],
+    ):
+        run = subprocess.run(
+            [*map(str, command), "launch", str(script)], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert run.returncode == 2 and "megatron-core 0.15.9 is outside" in run.stderr
+
+
+def test_flags_reach_megatron_through_a_script_that_composes_its_command_line(ranks, tmp_path, monkeypatch):
+    config = tmp_path / "run.txt"
+    config.write_text(" ".join(tiny_gpt("llama")))
+    argv = ["--config", str(config), "--scalevec-strategy", "hg", "--scalevec-sites", "mlp"]
+    [result] = ranks.run("train", argv=argv, script="composes_its_command_line.py")
+    assert result["audit"]["strategy"] == "hg"
+    assert result["audit"]["components"]["sites"] == ["mlp"]
+    config.write_text(" ".join(tiny_gpt("llama", "--scalevec-strategy", "dp")))
+    with pytest.raises(RankFailure, match="says --scalevec-strategy hg, and the script hands"):
+        ranks.run("train", argv=argv, script="composes_its_command_line.py")
+
+
+def test_cpu_mode_says_what_it_hides(ranks):
+    """The same command line goes to a cluster later."""
+    argv = ["--optimizer-cpu-offload", "--scalevec-strategy", "hg"]
+    [found] = ranks.run("choose_for_cpu", argv=tiny_gpt("llama", *argv))
+    assert "on GPUs this run would be refused: --scalevec-strategy hg" in found
+    assert "--optimizer-cpu-offload" in found
+
+
+def test_a_stock_run_does_not_save_beside_another_runs_audit(ranks, tmp_path):
+    import shutil
+
+    argv = tiny_gpt("llama", "--save", str(tmp_path), "--save-interval", "10")
+    ranks.run("train", argv=[*argv, "--scalevec-strategy", "hg"])
+    audit = tmp_path / "scalevec_audit.json"
+    assert audit.exists()
+    for path in tmp_path.iterdir():
+        if path != audit:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    ranks.run("train", argv=argv)
+    assert not audit.exists()

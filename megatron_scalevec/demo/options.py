@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--strategies",
         metavar="NAME,...",
-        default="stock,hg",
+        default="stock,unified",
         help="of " + ", ".join(built_strategies()) + "; stock is always among them (default: %(default)s)",
     )
     what.add_argument(

@@ -168,7 +168,7 @@ def _stock(results: Iterable[Result], options: Options) -> tuple[int | None, lis
     """Parameters and decay groups of the stock model, which makes no audit of its own.
 
     The audits of the others count its parameters, and its tensors follow from theirs: take away the
-    vectors on linears, put back the retired norm scales. In this model one-dimensional means norm,
+    vectors that were added, put back the retired norm scales. In this model one-dimensional means norm,
     and those are what Megatron does not decay.
     """
     results = list(results)
@@ -176,18 +176,18 @@ def _stock(results: Iterable[Result], options: Options) -> tuple[int | None, lis
         audit = result.audit
         if audit is None:
             continue
-        holders = [vector["holder"] for vector in audit["vectors"]]
+        added = sum(vector["added"] for vector in audit["vectors"])
         retired = audit["norm_scales_retired"]
         tensors = sum(group["tensors"] for group in audit["decay_groups"])
         if not tensors:
             return audit["parameters_stock"], None
-        tensors += retired - holders.count("linear")
+        tensors += retired - added
         norms = _norms(options)
         groups = [(0.0, norms), (1.0, tensors - norms)]
         return audit["parameters_stock"], [
             {
                 "weight_decay_multiplier": multiplier,
-                "learning_rate_multiplier": 1.0,
+                "max_learning_rate": options.learning_rate,
                 "tensors": count,
             }
             for multiplier, count in groups

@@ -19,7 +19,17 @@ from megatron_scalevec.config import (
 )
 from megatron_scalevec.errors import ScaleVecError
 
-__all__ = ["CPU_MODES", "add_arguments", "flags_in", "options", "parse_own"]
+__all__ = [
+    "CPU_MODES",
+    "MODEL_FLAGS",
+    "add_arguments",
+    "flags_in",
+    "merge_command_line",
+    "merge_yaml",
+    "options",
+    "parse_own",
+    "strategy_comes_later",
+]
 
 CPU_MODES = ("auto", "on", "off")
 PREFIX = "--scalevec-"
@@ -146,8 +156,45 @@ def parse_own(argv: Sequence[str]) -> argparse.Namespace:
             raise ScaleVecError(f"unknown argument {flag}: the flags are {', '.join(known)}.{hint}")
     parser = add_arguments(_Parser(add_help=False, allow_abbrev=False))
     args, _ = parser.parse_known_args(list(argv))
-    ScaleVecConfig.from_namespace(args)
+    if not strategy_comes_later(argv):
+        ScaleVecConfig.from_namespace(args)
     return args
+
+
+def strategy_comes_later(argv: Sequence[str]) -> bool:
+    """Whether a checkpoint or a YAML file may add a strategy to what the command line says."""
+    return any(item.split("=", 1)[0] in ("--use-checkpoint-args", "--yaml-cfg") for item in argv)
+
+
+def merge_command_line(args: Any, command_line: argparse.Namespace) -> list[str]:
+    """Give parsed arguments the flags that the process was started with and that did not reach them.
+
+    A script may compose Megatron's command line itself, from a configuration of its own, and leave out what
+    it does not know.
+
+    Returns:
+        The flags that had to be added.
+
+    Raises:
+        ScaleVecError: The script passed another value than the command line says.
+    """
+    added = []
+    for name in (*MODEL_FLAGS, "execution", "audit"):
+        key = f"scalevec_{name}"
+        given = getattr(command_line, key)
+        if given is None:
+            continue
+        flag = PREFIX + name.replace("_", "-")
+        got = getattr(args, key, None)
+        if got is None:
+            setattr(args, key, given)
+            added.append(f"{flag} {given}")
+        elif got != given:
+            raise ScaleVecError(
+                f"the command line says {flag} {given}, and the script hands {flag} {got} to Megatron: make "
+                "them the same."
+            )
+    return added
 
 
 def merge_yaml(args: Any, command_line: argparse.Namespace, path: str) -> None:
@@ -161,6 +208,8 @@ def merge_yaml(args: Any, command_line: argparse.Namespace, path: str) -> None:
             something the file does not say.
     """
     known = [option.removeprefix("--").replace("-", "_") for option in options()]
+    # Megatron reads the file when CPU mode would long have had to be on.
+    known.remove("scalevec_cpu")
     for key in vars(args):
         if key.startswith("scalevec_"):
             choose(f"key in {path}:", key, known)

@@ -24,11 +24,13 @@ from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.integration.arguments import (
     MODEL_FLAGS,
     add_arguments,
+    merge_command_line,
     merge_yaml,
     parse_own,
+    strategy_comes_later,
 )
 from megatron_scalevec.patching import PatchSet, resolve
-from megatron_scalevec.support import refuse_unsupported
+from megatron_scalevec.support import refusals, refuse_unsupported
 from megatron_scalevec.versions import require_megatron_training, require_supported_megatron
 
 __all__ = [
@@ -52,7 +54,8 @@ class Hook:
 
     ``make`` takes the session and the original and returns the wrapper. ``by_name``: modules that
     imported the function by name, per version window; their binding is replaced too. ``required``: with
-    an active strategy it must have been called by the time model and optimizer exist.
+    an active strategy it must have been called by the time model and optimizer exist; the audit looks at
+    what the other hooks have done.
     """
 
     name: str
@@ -66,14 +69,17 @@ class Hook:
 class Session:
     """What the hooks of one process know: the arguments given, what they resolved to, who was called."""
 
-    def __init__(self, command_line: Any, version: Version, cpu: bool) -> None:
+    def __init__(self, command_line: Any, version: Version, cpu: bool, asked: ScaleVecConfig) -> None:
         self.command_line = command_line
         self.version = version
         self.cpu = cpu
-        self.config = ScaleVecConfig.from_namespace(command_line)
+        # What is built is decided when Megatron validates its arguments.
+        self.config = asked
         self.called: set[str] = set()
         self.restoring = False
         self.audit: Any = None
+        # What is known without Megatron's own parsing, which a user's loop may not use.
+        self.audit_files = [command_line.scalevec_audit] if command_line.scalevec_audit else []
 
     def never_called(self) -> list[Hook]:
         """Required hooks that were not called so far."""
@@ -110,10 +116,13 @@ def install(argv: list[str] | None = None, *, cpu: bool = False) -> Session:
     global _session
     if _session is not None:
         return _session
-    command_line = parse_own(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    command_line = parse_own(argv)
+    later = strategy_comes_later(argv) and command_line.scalevec_strategy is None
+    asked = ScaleVecConfig() if later else ScaleVecConfig.from_namespace(command_line)
     version = require_supported_megatron()
     require_megatron_training(version)
-    new = Session(command_line, version, cpu)
+    new = Session(command_line, version, cpu, asked)
     try:
         for hook in HOOKS:
             _land(hook, new)
@@ -132,16 +141,21 @@ def uninstall() -> None:
 
 
 def require_applied(current: Session, name: str) -> None:
-    """Called when the script ``name`` has ended: a strategy that met no model was not applied.
+    """Called when the script ``name`` has ended: a strategy that nobody has proven was not applied.
 
     Raises:
-        ScaleVecError: A strategy was asked for and no GPTModel was built.
+        ScaleVecError: A strategy was asked for, and no GPTModel was built or none was audited.
     """
-    if current.config.active and "model" not in current.called:
-        raise ScaleVecError(
-            f"{name} ended without building a GPTModel, so --scalevec-strategy {current.config.strategy} was "
-            "not applied to anything; launch a script that pre-trains a megatron.core GPT model."
-        )
+    if not current.config.active or current.audit is not None:
+        return
+    what = (
+        "building a GPTModel" if "model" not in current.called else "a Megatron optimizer over its GPTModel"
+    )
+    raise ScaleVecError(
+        f"{name} ended without {what}, so nothing proves that --scalevec-strategy "
+        f"{current.config.strategy} took effect; launch a script that pre-trains a megatron.core GPT model, "
+        "or use apply_scale_vectors and audit in your own loop."
+    )
 
 
 def _land(hook: Hook, new: Session) -> None:
@@ -196,14 +210,13 @@ def _load_yaml(current: Session, original):
 
 def _validate(current: Session, original):
     def validate(args, defaults=None):
-        if current.cpu:
-            from megatron_scalevec import cpu
-
-            changes = cpu.choose_arguments(args)
-            if changes:
-                _say(f"CPU mode changed {len(changes)} arguments: {'; '.join(changes)}")
-        _require_data(args)
+        added = merge_command_line(args, current.command_line)
+        if added:
+            _say(f"the script left out {', '.join(added)}; added to Megatron's arguments")
         config = ScaleVecConfig.from_namespace(args)
+        if current.cpu:
+            _choose_for_cpu(current, args, config)
+        _require_data(args)
         _require_audit_file(args, config)
         # Before Megatron's own validation, whose complaints would send the user in another direction;
         # and after it, when derived values are known and YAML sections are flat.
@@ -212,6 +225,9 @@ def _validate(current: Session, original):
         args = args if result is None else result
         refuse_unsupported(args, config, current.version)
         current.config = config
+        current.audit_files = [file for file in (getattr(args, "scalevec_audit", None),) if file]
+        if getattr(args, "save", None):
+            current.audit_files.append(os.path.join(args.save, AUDIT_FILE))
         if config.active:
             _say(f"scale vectors asked for: {config.describe()}")
         return result
@@ -219,11 +235,26 @@ def _validate(current: Session, original):
     return validate
 
 
+def _choose_for_cpu(current: Session, args: Any, config: ScaleVecConfig) -> None:
+    """Change what CPU needs changed, and say what that hides: the same command line goes to GPUs."""
+    from megatron_scalevec import cpu
+
+    before = refusals(args, config, current.version)
+    changes = cpu.choose_arguments(args)
+    if changes:
+        _say(f"CPU mode changed {len(changes)} arguments: {'; '.join(changes)}")
+    after = refusals(args, config, current.version)
+    for sentence in before:
+        if sentence not in after:
+            _say(f"on GPUs this run would be refused: {sentence}")
+
+
 def _require_data(args: Any) -> None:
     """Stop for a dataset that is not there; Megatron would find out on one rank, minutes later."""
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         for prefix in _prefixes(getattr(args, name, None)):
-            if "://" in prefix:
+            # Remote storage, and formats of other datasets (JSON lines, folders), are not ours to judge.
+            if "://" in prefix or os.path.exists(prefix):
                 continue
             missing = [end for end in (".bin", ".idx") if not os.path.exists(prefix + end)]
             if missing:
@@ -292,11 +323,27 @@ def _overrides(current: Session, original):
     return get_standard_config_overrides
 
 
+def _optimizer(current: Session, original):
+    """Where model and optimizer meet, in Megatron's loop and in loops of a user's own."""
+
+    def get_megatron_optimizer(config, model_chunks, *args, **kwargs):
+        optimizer = original(config, model_chunks, *args, **kwargs)
+        if current.config.active:
+            _audit(current, model_chunks, optimizer)
+        return optimizer
+
+    return get_megatron_optimizer
+
+
 def _setup(current: Session, original):
+    """For runs without an optimizer: evaluation."""
+
     def setup_model_and_optimizer(*args, **kwargs):
         model, optimizer, scheduler = original(*args, **kwargs)
-        if current.config.active:
+        if current.config.active and current.audit is None:
             _audit(current, model, optimizer)
+        elif not current.config.active:
+            _remove_stale_audit(current)
         return model, optimizer, scheduler
 
     return setup_model_and_optimizer
@@ -304,11 +351,10 @@ def _setup(current: Session, original):
 
 def _audit(current: Session, model: Any, optimizer: Any) -> None:
     import torch
-    from megatron.training import get_args
 
     from megatron_scalevec.audit import audit
 
-    missing = [h for h in current.never_called() if optimizer is not None or h.name != "decay overrides"]
+    missing = current.never_called()
     if missing:
         where = ", ".join(hook.target for hook in missing)
         raise ScaleVecError(
@@ -319,12 +365,18 @@ def _audit(current: Session, model: Any, optimizer: Any) -> None:
     current.audit = audit(model, optimizer, config=current.config)
     if torch.distributed.get_rank() == 0:
         print(current.audit.table(), flush=True)
-        args = get_args()
-        files = [getattr(args, "scalevec_audit", None)]
-        if getattr(args, "save", None):
-            files.append(os.path.join(args.save, AUDIT_FILE))
-        for file in filter(None, files):
+        for file in current.audit_files:
             current.audit.write(file)
+
+
+def _remove_stale_audit(current: Session) -> None:
+    """A stock run about to save where an earlier run's audit lies, its checkpoints gone or not ours."""
+    import torch
+
+    for file in current.audit_files:
+        if torch.distributed.get_rank() == 0 and os.path.exists(file):
+            os.remove(file)
+            _say(f"removed {file}: it spoke of an earlier run, and this one is stock")
 
 
 def _load_args(current: Session, original):
@@ -446,10 +498,16 @@ HOOKS: tuple[Hook, ...] = (
         _ALL,
         _overrides,
         by_name=(("megatron.training.training", _ALL),),
-        required=True,
     ),
     Hook(
         "audit",
+        "megatron.core.optimizer:get_megatron_optimizer",
+        _ALL,
+        _optimizer,
+        by_name=(("megatron.training.training", _ALL),),
+    ),
+    Hook(
+        "audit without an optimizer",
         "megatron.training.training:setup_model_and_optimizer",
         _ALL,
         _setup,

@@ -137,28 +137,81 @@ def _drop_tensor_parallel_sum(patches) -> None:
     patches.set(common, "sum_gradient_over_tensor_parallel", lambda vectors, group: vectors)
 
 
-SABOTAGE = {"tensor-parallel-sum": _drop_tensor_parallel_sum}
+def _wrong_row_map(patches) -> None:
+    """Every rank takes itself for the first one."""
+    from megatron_scalevec import convert
+
+    patches.wrap(convert, "qkv_row_map", lambda right: lambda **given: right(**{**given, "tp_rank": 0}))
 
 
-def compare_with_reference(
-    kind: str,
-    config: dict[str, Any],
-    overrides: dict[str, Any] | None = None,
-    implementation: str = "local",
-) -> dict[str, float]:
+def _mark_as_sharded(patches) -> None:
+    """Vectors that every rank holds whole, counted on every rank in the gradient norm."""
+    from megatron_scalevec.layers import linear
+
+    def marked(add):
+        def add_vector(owner, name, *args, **kwargs):
+            add(owner, name, *args, **kwargs)
+            for parameter in owner.parameters(recurse=False):
+                if hasattr(parameter, "scalevec_info"):
+                    parameter.tensor_model_parallel = True
+
+        return add_vector
+
+    patches.wrap(linear, "add_vector", marked)
+
+
+def _forget_mtp(patches) -> None:
+    """Layers inside the MTP block are passed over."""
+    from megatron_scalevec import convert
+
+    def without(find):
+        def _layer_sites(path, *args):
+            return () if path.startswith("mtp.") else find(path, *args)
+
+        return _layer_sites
+
+    patches.wrap(convert, "_layer_sites", without)
+    everything = lambda model, sites: [(p, "stock") for p in model.parameters() if p.dim() == 1]  # noqa: E731
+    patches.set(convert, "_plan_roles", everything)
+
+
+SABOTAGE = {
+    "tensor-parallel-sum": _drop_tensor_parallel_sum,
+    "row-map": _wrong_row_map,
+    "marked-as-sharded": _mark_as_sharded,
+    "mtp-forgotten": _forget_mtp,
+}
+
+
+def compare_with_reference(cases: list[dict[str, Any]], dtype: str = "float64") -> list[dict[str, Any]]:
     """Build, convert, move away from the start, and compare with the reference on one sequence.
 
+    Args:
+        cases: Each with ``kind`` of model, ``config`` of the strategy and ``overrides`` of Megatron's
+            configuration.
+        dtype: Of the model; the reference is float64.
+
     Returns:
-        Largest differences, relative to the largest entry: ``start`` (the stock model's logits before
-        conversion against those after), ``logits``, and ``gradient`` over all trainable parameters.
+        For each case the largest differences, relative to the largest entry: ``start`` (logits before
+        conversion against those after), ``logits``, and ``gradient`` over all trainable parameters; and
+        ``problems``: what the audit finds missing.
     """
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    return [_compare(getattr(torch, dtype), **case) for case in cases]
+
+
+def _compare(
+    dtype: torch.dtype, kind: str, config: dict[str, Any], overrides: dict[str, Any] | None = None
+) -> dict[str, Any]:
     from reference import gpt_logits
 
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
-    from ranks.models import SIZES, build_gpt, initialize_parallel, reference_of
+    from megatron_scalevec.audit import audit
+    from ranks.models import SIZES, build_gpt, reference_of
 
-    initialize_parallel()
-    model = build_gpt(kind, implementation=implementation, **(overrides or {}))
+    model = build_gpt(kind, dtype, **(overrides or {}))
     tokens = torch.randint(
         SIZES["vocabulary"], (SIZES["sequence"],), generator=torch.Generator().manual_seed(3)
     )
@@ -169,7 +222,9 @@ def compare_with_reference(
 
     before = logits().detach()
     apply_scale_vectors(model, ScaleVecConfig(**config))
-    result = {"start": _difference(logits().detach(), before)}
+    result: dict[str, Any] = {"start": _difference(logits().detach(), before)}
+    built = audit(model)
+    result["vectors"] = len(built.vectors)
     fill_by_name(model, 0, 1)
     params, reference_config, leaves = reference_of(model)
     ours, expected = logits(), gpt_logits(tokens, params, reference_config)
@@ -180,20 +235,19 @@ def compare_with_reference(
     worst = 0.0
     # Some gradients are zero in exact arithmetic (a bias on all keys shifts no attention weight): what is
     # left of them is rounding, measured against the largest gradient of the model.
-    floor = 1e-4 * max(float(leaf.grad.abs().max()) for leaf in leaves.values() if leaf.grad is not None)
+    floor = 1e-3 * max(float(leaf.grad.abs().max()) for leaf in leaves.values() if leaf.grad is not None)
     for name, param in model.named_parameters():
         if param.requires_grad:
             expected_grad = leaves[name].grad
-            scale = max(float(expected_grad.abs().max()), floor)
+            scale = max(float(expected_grad.abs().max()), floor, _size_of_terms(name, leaves))
             worst = max(worst, float((param.grad - expected_grad).abs().max()) / scale)
         elif param.grad is not None:
             raise AssertionError(f"{name} is frozen and got a gradient")
     result["gradient"] = worst
-    result["trainable"] = sum(p.requires_grad for p in model.parameters())
     return result
 
 
-def compare_with_apex_norms(**arguments: Any) -> dict[str, float]:
+def compare_with_apex_norms(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As :func:`compare_with_reference`, with Megatron's norms over apex, and torch for apex's kernel."""
     from megatron.core.fusions import fused_layer_norm
 
@@ -208,7 +262,21 @@ def compare_with_apex_norms(**arguments: Any) -> dict[str, float]:
 
     fused_layer_norm.HAVE_FUSED_LAYER_NORM = True
     fused_layer_norm.FusedLayerNormAffineFunction = Kernel
-    return compare_with_reference(overrides={"norm_class": fused_layer_norm.FusedLayerNorm}, **arguments)
+    norms = {"norm_class": fused_layer_norm.FusedLayerNorm}
+    return compare_with_reference([{**case, "overrides": norms} for case in cases])
+
+
+def _size_of_terms(name: str, leaves: dict[str, torch.Tensor]) -> float:
+    """A scalar part's gradient is a sum over the channels in which much may cancel; its rounding is that of
+    the terms. Zero for anything else."""
+    for scalar, vector in (("_beta", "_alpha"), ("_magnitude", "_direction")):
+        if name.endswith(scalar):
+            base = name.removesuffix(scalar)
+            whole = leaves[base + vector].grad
+            if scalar == "_magnitude":  # the direction's gradient lacks the part along the direction
+                return float(leaves[name].grad.abs().max() + whole.norm() * leaves[name].detach().abs().max())
+            return float(whole.norm() * leaves[base + vector].detach().norm())
+    return 0.0
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -488,4 +556,204 @@ def run_readme_code(code: str) -> str:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         exec(code, {"gpt_model": build_gpt("llama")})
+    return output.getvalue()
+
+
+def gradients(config: dict[str, Any], kind: str, **sizes: Any) -> dict[str, Any]:
+    """One forward and backward pass through megatron.core alone: loss and reduced gradients.
+
+    Args:
+        config: The strategy.
+        kind: Of model.
+        sizes: Of Megatron's groups; ``sequence_parallel`` goes to the model.
+
+    Returns:
+        ``loss``, and ``gradients`` of the parameters that every rank holds whole, by name.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from ranks.models import SIZES, build_gpt, initialize_parallel
+
+    sequence_parallel = sizes.pop("sequence_parallel", False)
+    initialize_parallel(**sizes)
+    model = build_gpt(kind, sequence_parallel=sequence_parallel, **sizes)
+    apply_scale_vectors(model, ScaleVecConfig(**config))
+    fill_by_name(
+        model,
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    wrapped.zero_grad_buffer()
+    draw = torch.Generator().manual_seed(3)
+    shape = (2, SIZES["sequence"])
+    tokens = torch.randint(SIZES["vocabulary"], shape, generator=draw)
+    # Not Megatron's cross-entropy, which computes in float32.
+    target = torch.randn(*shape, SIZES["vocabulary"], generator=draw)
+    position = torch.arange(shape[1]).expand(shape)
+    loss = (wrapped(tokens, position, None) * target).mean()
+    loss.backward()
+    finalize_model_grads([wrapped])
+    return {
+        "loss": float(loss),
+        "gradients": {
+            name: param.main_grad.double().numpy().copy()
+            for name, param in model.named_parameters()
+            if param.requires_grad and not getattr(param, "tensor_model_parallel", False)
+        },
+    }
+
+
+def linear_in_bfloat16(reparam: str) -> dict[str, float]:
+    """One converted linear in bf16 against the same computation in plain torch.
+
+    Returns:
+        The largest difference of the output and of each gradient, in units in the last place (bf16).
+    """
+    from reference import product, unit
+
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from ranks.models import build_gpt, initialize_parallel
+
+    initialize_parallel()
+    model = build_gpt("llama", torch.bfloat16)
+    config = ScaleVecConfig(strategy="hg", placement="dual", reparam=reparam)
+    apply_scale_vectors(model, config)
+    fill_by_name(model, 0, 1)
+    linear = model.decoder.layers[0].mlp.linear_fc1
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 2, linear.input_size, generator=draw).bfloat16().requires_grad_()
+    out, _ = linear(x)
+    grad = torch.randn(out.shape, generator=draw).bfloat16()
+    out.backward(grad)
+
+    wide = {n: p.detach().double().requires_grad_() for n, p in linear.named_parameters()}
+
+    def vector(name):
+        if reparam == "none":
+            return wide[name]
+        if reparam == "product":
+            return product(wide[f"{name}_beta"], wide[f"{name}_alpha"])
+        return unit(wide[f"{name}_magnitude"], wide[f"{name}_direction"])
+
+    halves = wide["weight"].chunk(2)
+    w_eff = torch.cat(
+        [
+            half * vector(f"gamma_in_{branch}") * vector(f"gamma_out_{branch}")[:, None]
+            for half, branch in zip(halves, ("gate", "up"))
+        ]
+    )
+    plain_x = x.detach().clone().requires_grad_()
+    plain_w = w_eff.detach().bfloat16().requires_grad_()
+    expected = torch.nn.functional.linear(plain_x, plain_w)
+    expected.backward(grad)
+    w_eff.backward(plain_w.grad.double())
+    found = {"output": _ulps(out, expected), "input": _ulps(x.grad, plain_x.grad)}
+    for name, parameter in linear.named_parameters():
+        found[name] = _ulps(parameter.grad, wide[name].grad)
+    return found
+
+
+def _ulps(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest distance, in bf16 units of each entry; entries near zero in units of the largest's 2^-8."""
+    a, b = a.detach().double(), b.detach().double()
+    exponent = torch.floor(torch.log2(b.abs().clamp_min(b.abs().max() * 2.0**-8)))
+    return float(((a - b).abs() / 2.0 ** (exponent - 7)).max())
+
+
+def _converted(config: dict[str, Any]) -> torch.nn.Module:
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from ranks.models import build_gpt, initialize_parallel
+
+    initialize_parallel()
+    model = build_gpt("llama")
+    apply_scale_vectors(model, ScaleVecConfig(**config))
+    return model
+
+
+def audit_table(config: dict[str, Any]) -> str:
+    """The printed form."""
+    from megatron_scalevec.audit import audit
+
+    return audit(_converted(config)).table()
+
+
+def write_audit(path: str) -> dict[str, str]:
+    """Write, write again with an interruption, and write where nothing can be written."""
+    import os
+
+    from megatron_scalevec import ScaleVecError
+    from megatron_scalevec.audit import audit
+
+    record = audit(_converted({"strategy": "hg"}))
+    record.write(path)
+    found = {}
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    keep, os.replace = os.replace, full
+    try:
+        record.write(path)
+    except ScaleVecError as error:
+        found["interrupted"] = type(error.__cause__).__name__
+    os.replace = keep
+    try:
+        record.write(os.path.dirname(path))
+    except ScaleVecError as error:
+        found["refused"] = str(error)
+    return found
+
+
+def own_loop(overrides: bool) -> dict[str, Any]:
+    """Build model and optimizer by hand under the hooks, with Megatron's rules or with rules of one's own."""
+    import io
+
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, ParamKey
+    from megatron.core.optimizer.optimizer_config import ParamPredicate
+
+    from megatron_scalevec import ScaleVecError
+    from megatron_scalevec.integration import hooks
+    from ranks.models import build_gpt, initialize_parallel
+
+    hooks.install(["--scalevec-strategy", "hg"])
+    import megatron.core.optimizer as optimizer
+
+    initialize_parallel()
+    model = build_gpt("llama", torch.float32)
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    config = OptimizerConfig(lr=0.1, weight_decay=0.1)
+    one_dimensional = ParamPredicate(name="1d", fn=lambda p: p.dim() == 1)
+    own = {ParamKey(predicate=one_dimensional): {"wd_mult": 0.0}}
+    rules = own if overrides else optimizer.get_standard_config_overrides(config)
+    output, error = io.StringIO(), None
+    try:
+        with contextlib.redirect_stdout(output):
+            optimizer.get_megatron_optimizer(config, [wrapped], config_overrides=rules)
+    except ScaleVecError as caught:
+        error = str(caught)
+    return {
+        "error": error,
+        "audited": hooks.session().audit is not None,
+        "printed": output.getvalue(),
+    }
+
+
+def choose_for_cpu(argv: list[str]) -> str:
+    """What is printed while Megatron's arguments are validated in CPU mode."""
+    import io
+
+    from megatron.training import arguments
+
+    from megatron_scalevec.integration import hooks
+
+    sys.argv = ["x", *argv]
+    hooks.install(argv, cpu=True)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        arguments.validate_args(arguments.parse_args())
     return output.getvalue()

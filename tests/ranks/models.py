@@ -99,6 +99,7 @@ def build_gpt(
         transformer_layer_spec=spec,
         vocab_size=SIZES["vocabulary"],
         max_sequence_length=SIZES["sequence"],
+        parallel_output=False,
         share_embeddings_and_output_weights=not modern,
         position_embedding_type="rope" if modern else "learned_absolute",
         mtp_block_spec=mtp,
