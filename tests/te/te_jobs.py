@@ -112,7 +112,7 @@ def describe(kind: str, config: dict[str, Any], device: str = "cpu", **overrides
 
 
 def train_once(config: dict[str, Any], kind: str = "llama", **overrides: Any) -> dict[str, Any]:
-    """A sum over all logits, and gradients of the vectors on linears, of one step from values that depend on names alone."""
+    """A sum over all logits from start values by name, and the gradients of the vectors on linears."""
     from megatron.core import parallel_state
     from ranks.initial import fill_by_name
     from ranks.models import SIZES, initialize_parallel
