@@ -177,7 +177,8 @@ class ScaleVecConfig:
     sites: tuple[str, ...] | None = None
     """Keys of :data:`SITES`: where the strategy acts. Norms elsewhere stay exactly stock."""
     decay_v_norm: str | None = None
-    """A key of :data:`V_NORM_CLASSES`: the weight-decay class of the scale behind the v norm."""
+    """A key of :data:`V_NORM_CLASSES`: the weight-decay class of the scale behind the v norm; None where
+    there is no such norm."""
     vector_dtype: str | None = None
     """A key of :data:`VECTOR_DTYPES`: how the vectors are stored in a bf16 or fp16 model."""
     branches_off: tuple[str, ...] | None = None
@@ -196,19 +197,22 @@ class ScaleVecConfig:
         for name, value in given.items():
             choose(f"value for {_flag(name)}", value, COMPONENTS[name])
             self._refuse_unbuilt(name, value)
-        self._refuse_contradictions(preset, given)
-        resolve = {
+        placement = given.get("placement", preset.placement)
+        defaults = {
             "branches": preset.branches,
             "placement": preset.placement,
             "reparam": preset.reparam,
             "weight_decay": preset.weight_decay,
-            "decay_v_norm": "input",
+            "decay_v_norm": "input" if placement == "dual-norm" else None,
             "vector_dtype": "model",
             "execution": "auto",
         }
-        for name, default in resolve.items():
-            object.__setattr__(self, name, given.get(name, default))
+        # Saying what holds anyway contradicts nothing, so a resolved configuration resolves to itself.
+        given = {name: value for name, value in given.items() if value != defaults[name]}
         object.__setattr__(self, "sites", self._resolve_sites())
+        self._refuse_contradictions(preset, given)
+        for name, default in defaults.items():
+            object.__setattr__(self, name, given.get(name, default))
         object.__setattr__(self, "branches_off", self._resolve_branches_off())
         object.__setattr__(self, "lr_mult", self._resolve_lr_mult())
         self._refuse_without_effect(given)
@@ -238,8 +242,9 @@ class ScaleVecConfig:
 
     def _refuse_contradictions(self, preset: Strategy, given: Mapping[str, str]) -> None:
         if self.strategy == "stock":
-            lists = ("sites", "branches_off", "lr_mult")
-            extra = [*given, *(name for name in lists if getattr(self, name))]
+            extra = [*given, *(name for name in ("branches_off", "lr_mult") if getattr(self, name))]
+            if self.sites != DEFAULT_SITES:
+                extra.append("sites")
             if extra:
                 raise ScaleVecError(
                     f"{', '.join(map(_flag, extra))} needs a strategy to change: 'stock' (the default) "

@@ -56,7 +56,7 @@ ENVIRONMENTS = {
     },
     "light": {
         "folder": ".venv-light",
-        "extras": ["test"],
+        "extras": ["demo", "test"],
         "free_gib": 6,
         "target": "venv-light",
     },

@@ -62,7 +62,7 @@ def test_lists_are_brought_into_one_order():
         ({"strategy": "hg", "sites": "mlp,attn"}, "unknown site 'attn'"),
         ({"strategy": "hg", "sites": ""}, "empty"),
         ({"placement": "dual"}, "needs a strategy"),
-        ({"sites": "mlp"}, "needs a strategy"),
+        ({"sites": "mlp"}, "--scalevec-sites needs a strategy"),
         ({"strategy": "none", "placement": "input"}, "contradicts --scalevec-strategy none"),
         ({"strategy": "none", "weight_decay": "split"}, "contradicts --scalevec-strategy none"),
         ({"strategy": "post-qkv", "branches": "shared"}, "nothing to share"),

@@ -757,3 +757,40 @@ def choose_for_cpu(argv: list[str]) -> str:
     with contextlib.redirect_stdout(output):
         arguments.validate_args(arguments.parse_args())
     return output.getvalue()
+
+
+def fold_by_hand(config: dict[str, Any], overrides: dict[str, Any], drop: bool = False) -> float:
+    """Copy W_eff and the remaining norm scales into a stock model; the difference of the logits.
+
+    Args:
+        config: The strategy.
+        overrides: Of Megatron's configuration.
+        drop: Copy W instead, as somebody would who forgets the vectors.
+    """
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from megatron_scalevec.layers.linear import FoldedLinear
+    from megatron_scalevec.layers.norm import ScaledNorm
+    from megatron_scalevec.vectors import compose_vector
+    from ranks.models import SIZES, build_gpt, initialize_parallel
+
+    initialize_parallel()
+    stock, model = build_gpt("llama", **overrides), build_gpt("llama", **overrides)
+    apply_scale_vectors(model, ScaleVecConfig(**config))
+    fill_by_name(model, 0, 1)
+    with torch.no_grad():
+        theirs = dict(stock.named_modules())
+        for name, module in model.named_modules():
+            other = theirs[name]
+            for key, param in module.named_parameters(recurse=False):
+                if hasattr(other, key):
+                    getattr(other, key).copy_(param)
+            if isinstance(module, FoldedLinear) and not drop:
+                other.weight.copy_(module.folded_weight())
+            elif isinstance(module, ScaledNorm):
+                gamma = compose_vector(module, "gamma")
+                zero_centered = model.config.layernorm_zero_centered_gamma
+                other.weight.copy_(gamma - 1 if zero_centered else gamma)
+                if getattr(other, "bias", None) is not None:
+                    other.bias.copy_(gamma * module.bias)
+        tokens = torch.arange(SIZES["sequence"])[None]
+        return _difference(model(tokens, tokens, None), stock(tokens, tokens, None))
