@@ -35,17 +35,26 @@ venv-light: ## .venv-light: torch 2.13.0, megatron-core 0.16.1, this package
 	@python=$$(scripts/find_python.sh --keep .venv-light $(LIGHT_PYTHONS)) \
 		&& "$$python" scripts/make_env.py light
 
+.PHONY: venv-te
+venv-te: ## .venv-te: the main environment with TransformerEngine 2.20.2
+	@python=$$(scripts/find_python.sh --keep .venv-te $(MAIN_PYTHONS)) \
+		&& "$$python" scripts/make_env.py te
+
 .PHONY: demo
 demo: venv ## train with and without scale vectors on the CPU and compare
 	.venv/bin/scalevec demo $(DEMO_ARGS)
 
 .PHONY: test
-test: venv ## all tests
+test: venv ## all tests but those of test-te
 	.venv/bin/python -m pytest tests $(TEST_ARGS)
 
 .PHONY: test-light
 test-light: venv-light ## the tests that need no megatron.training, with the oldest versions
 	.venv-light/bin/python -m pytest tests -m "not needs_training" $(TEST_ARGS)
+
+.PHONY: test-te
+test-te: venv-te ## TransformerEngine's layers, without a GPU: its kernels are replaced
+	.venv-te/bin/python -m pytest tests/te $(TEST_ARGS)
 
 .PHONY: lint
 lint: venv ## ruff's checks and its formatting
@@ -59,7 +68,7 @@ format: venv ## put right what ruff can
 
 .PHONY: clean
 clean: ## remove the environments of this checkout and what builds and tests left
-	rm -rf .venv .venv-light .venv*.discarded build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-light .venv-te .venv*.discarded build dist *.egg-info .pytest_cache .ruff_cache
 	find . -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: clean-cache

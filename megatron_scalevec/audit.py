@@ -301,6 +301,7 @@ def _local_record(chunks: list[torch.nn.Module], optimizer: Any, config: ScaleVe
 _NORM_SCALES = (
     "input_layernorm.weight",
     "pre_mlp_layernorm.weight",
+    "layer_norm_weight",  # fused into the linear behind it (TransformerEngine)
     "final_layernorm.weight",
     "enorm.weight",
     "hnorm.weight",

@@ -25,7 +25,7 @@ from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.fold import RowMap, fc1_row_map, qkv_row_map, whole_row_map
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
-from megatron_scalevec.layers.linear import LEAVES, SHARED
+from megatron_scalevec.layers.linear import SHARED, leaf_class, unsharded_sizes
 from megatron_scalevec.layers.norm import NormHandle, head_norm, retire, scale_norm
 from megatron_scalevec.vectors import VectorInfo, mark_added, role_of, set_role
 
@@ -78,7 +78,7 @@ def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
     model computes the same function afterwards, except where a norm comes between (dual-norm).
 
     Args:
-        model: A ``GPTModel`` with layers of the local implementation.
+        model: A ``GPTModel`` with layers of the local or the TransformerEngine implementation.
         config: The strategy. ``stock`` changes nothing.
 
     Raises:
@@ -125,9 +125,8 @@ def _find_sites(model: GPTModel, config: ScaleVecConfig) -> Iterator[_NormSite |
             for name in ("enorm", "hnorm", "final_layernorm"):
                 norm = getattr(module, name, None)
                 if norm is not None and not isinstance(norm, IdentityOp):
-                    _check_norm(f"{path}.{name}", norm)
                     number = model.config.num_layers + module.layer_number
-                    handle = NormHandle(norm)
+                    handle = _norm_handle(f"{path}.{name}", norm)
                     yield _NormSite("mtp", name, number, f"{path}.{name}", handle, "mtp" in config.sites)
         elif isinstance(module, TransformerLayer):
             # Layers inside the MTP block count from 1 again; here they follow the decoder's.
@@ -139,8 +138,8 @@ def _find_sites(model: GPTModel, config: ScaleVecConfig) -> Iterator[_NormSite |
     norm = getattr(model.decoder, "final_layernorm", None)
     if norm is not None and not isinstance(norm, IdentityOp):
         path = "decoder.final_layernorm"
-        _check_norm(path, norm)
-        yield _NormSite("head", "logits", None, path, NormHandle(norm), "head" in config.sites)
+        handle = _norm_handle(path, norm)
+        yield _NormSite("head", "logits", None, path, handle, "head" in config.sites)
 
 
 def _layer_sites(
@@ -155,27 +154,24 @@ def _layer_sites(
         raise _cannot(f"{path}.self_attention", attention, "megatron.core's SelfAttention")
     if type(mlp) is not MLP:
         raise _cannot(f"{path}.mlp", mlp, "megatron.core's dense MLP")
-    for name, norm in (
-        ("input_layernorm", layer.input_layernorm),
-        ("pre_mlp_layernorm", layer.pre_mlp_layernorm),
+    for name, linear, parallel in (
+        ("self_attention.linear_qkv", attention.linear_qkv, "column"),
+        ("self_attention.linear_proj", attention.linear_proj, "row"),
+        ("mlp.linear_fc1", mlp.linear_fc1, "column"),
+        ("mlp.linear_fc2", mlp.linear_fc2, "row"),
     ):
-        _check_norm(f"{path}.{name}", norm)
-    for name, linear, expected in (
-        ("self_attention.linear_qkv", attention.linear_qkv, ColumnParallelLinear),
-        ("self_attention.linear_proj", attention.linear_proj, RowParallelLinear),
-        ("mlp.linear_fc1", mlp.linear_fc1, ColumnParallelLinear),
-        ("mlp.linear_fc2", mlp.linear_fc2, RowParallelLinear),
-    ):
-        if type(linear) is not expected:
-            raise _cannot(
-                f"{path}.{name}",
-                linear,
-                f"megatron.core's {expected.__name__} (--transformer-impl local)",
-            )
+        leaf = leaf_class(linear)
+        if leaf is None or leaf.parallel != parallel:
+            raise _cannot(f"{path}.{name}", linear, _LINEARS[parallel])
+    attention_norm = _norm_handle(f"{path}.input_layernorm", layer.input_layernorm, attention.linear_qkv)
+    mlp_norm = _norm_handle(f"{path}.pre_mlp_layernorm", layer.pre_mlp_layernorm, mlp.linear_fc1)
     c = layer.config
 
+    def group_of(linear):
+        return leaf_class(linear).group_of(linear)
+
     def qkv() -> RowMap:
-        group = attention.linear_qkv.tp_group
+        group = group_of(attention.linear_qkv)
         return qkv_row_map(
             num_query_groups=c.num_query_groups,
             query_heads_per_group=c.num_attention_heads // c.num_query_groups,
@@ -186,10 +182,10 @@ def _layer_sites(
         )
 
     def fc1() -> RowMap:
-        group = mlp.linear_fc1.tp_group
+        group = group_of(mlp.linear_fc1)
         gated = c.gated_linear_unit
         return fc1_row_map(
-            ffn_hidden_size=mlp.linear_fc1.output_size // (2 if gated else 1),
+            ffn_hidden_size=unsharded_sizes(mlp.linear_fc1)[0] // (2 if gated else 1),
             gated=gated,
             tp_rank=group.rank(),
             tp_size=group.size(),
@@ -199,9 +195,9 @@ def _layer_sites(
         "attention",
         f"{path}.self_attention",
         number,
-        NormHandle(layer.input_layernorm),
+        attention_norm,
         attention.linear_qkv,
-        attention.linear_qkv.input_size,
+        unsharded_sizes(attention.linear_qkv)[1],
         qkv,
         "attention" in config.sites,
         attention,
@@ -210,29 +206,45 @@ def _layer_sites(
         "mlp",
         f"{path}.mlp",
         number,
-        NormHandle(layer.pre_mlp_layernorm),
+        mlp_norm,
         mlp.linear_fc1,
-        mlp.linear_fc1.input_size,
+        unsharded_sizes(mlp.linear_fc1)[1],
         fc1,
         "mlp" in config.sites,
     )
     for branch, linear in (("o", attention.linear_proj), ("down", mlp.linear_fc2)):
+        rows, columns = unsharded_sizes(linear)
         yield _LinearSite(
             "projections",
             f"{path}.{branch}",
             number,
             None,
             linear,
-            linear.input_size,
-            lambda branch=branch, linear=linear: whole_row_map(branch, linear.output_size),
+            columns,
+            lambda branch=branch, rows=rows: whole_row_map(branch, rows),
             "projections" in config.sites,
         )
 
 
-def _check_norm(path: str, norm: torch.nn.Module) -> None:
-    weight = getattr(norm, "weight", None)
+_LINEARS = {
+    parallel: f"megatron.core's {' or '.join(names)} (--transformer-impl local or transformer_engine)"
+    for parallel, names in {
+        "column": ("ColumnParallelLinear", "TELayerNormColumnParallelLinear", "TEColumnParallelLinear"),
+        "row": ("RowParallelLinear", "TERowParallelLinear"),
+    }.items()
+}
+
+
+def _norm_handle(path: str, norm: torch.nn.Module, linear: torch.nn.Module | None = None) -> NormHandle:
+    """The norm in Megatron's slot for it, or the one fused into the linear that it feeds."""
+    prefix = leaf_class(linear).fused_norm if linear is not None else ""
+    if prefix and not isinstance(norm, IdentityOp):
+        raise _cannot(path, norm, "no norm before a linear that has one of its own")
+    handle = NormHandle(linear, prefix) if prefix else NormHandle(norm)
+    weight = getattr(handle.owner, f"{prefix}weight", None)
     if not isinstance(weight, torch.nn.Parameter) or weight.dim() != 1:
-        raise _cannot(path, norm, "a norm with a one-dimensional weight")
+        raise _cannot(path, handle.owner, "a norm with a one-dimensional weight")
+    return handle
 
 
 def _cannot(path: str, module: torch.nn.Module, expected: str) -> ScaleVecError:
@@ -244,7 +256,9 @@ def _cannot(path: str, module: torch.nn.Module, expected: str) -> ScaleVecError:
 
 
 def _check_start(site: _NormSite | _LinearSite, config: ScaleVecConfig, model_config) -> None:
-    """Refuse a start that would silently change the function of a trained model."""
+    """Refuse what cannot carry vectors, and a start that would change the function of a trained model."""
+    if isinstance(site, _LinearSite):
+        leaf_class(site.linear).require_convertible(site.path, site.linear)
     if site.norm is None or site.norm.weight.is_meta:
         return
     scale, bias = _scale_of(site.norm, model_config), site.norm.bias
@@ -348,7 +362,7 @@ def _convert_linear_site(site: _LinearSite, config: ScaleVecConfig, model_config
         _normalize_heads(site, normalized, config, model_config)
         out_branches = [branch for branch in out_branches if branch not in normalized]
     if in_branches or out_branches:
-        LEAVES[type(site.linear)].convert(
+        leaf_class(site.linear).convert(
             site.linear,
             row_map,
             site=site.name,
@@ -367,16 +381,17 @@ def _normalize_heads(site: _LinearSite, branches: list[str], config: ScaleVecCon
     for branch in branches:
         info = VectorInfo(site.name, branch, "out", site.layer, "norm", config.reparam)
         if branch == "v":
-            norm = head_norm(site.norm.owner, model_config, bias=False)
+            norm = head_norm(site.norm, model_config, bias=False)
             attention.v_layernorm = norm
             attention.__class__ = ScaleVecSelfAttention
-            role, group = config.decay_v_norm, attention.linear_qkv.tp_group
+            linear = attention.linear_qkv
+            role, group = config.decay_v_norm, leaf_class(linear).group_of(linear)
         else:
             slot = f"{branch}_layernorm"
             norm = getattr(attention, slot, None)
             # A model with q/k norms keeps them: one norm, not two.
             if norm is None or isinstance(norm, IdentityOp):
-                norm = head_norm(site.norm.owner, model_config, bias=True)
+                norm = head_norm(site.norm, model_config, bias=True)
                 setattr(attention, slot, norm)
             elif getattr(model_config, _BORROWED_FLAG, False):
                 # Built by Megatron only because an earlier model chunk has set the flag below.
@@ -406,7 +421,8 @@ def _plan_roles(model: GPTModel, sites) -> list[tuple[torch.nn.Parameter, str]]:
     plan: dict[int, tuple[torch.nn.Parameter, str]] = {}
 
     def mark(param: torch.nn.Parameter | None, role: str) -> None:
-        if param is not None:
+        # TransformerEngine has an empty plain tensor where a linear has no bias.
+        if isinstance(param, torch.nn.Parameter):
             plan[id(param)] = (param, role)
 
     converted: set[int] = set()
@@ -423,7 +439,7 @@ def _plan_roles(model: GPTModel, sites) -> list[tuple[torch.nn.Parameter, str]]:
                 mark(getattr(norm, "weight", None), "output")
                 mark(getattr(norm, "bias", None), "bias")
             mark(getattr(module.core_attention, "softmax_offset", None), "stock")
-        elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+        elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)) or leaf_class(module):
             mark(module.bias, "bias")
     for name, param in model.named_parameters():
         if param.dim() != 1 or not param.requires_grad:

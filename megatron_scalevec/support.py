@@ -50,10 +50,37 @@ def _differs(name: str, *accepted: Any) -> Callable[[Any, ScaleVecConfig], bool]
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "transformer-impl",
-        _differs("transformer_impl", "local"),
-        "scale vectors are built on Megatron's local layers only in this version, and the run uses "
+        _differs("transformer_impl", "local", "transformer_engine"),
+        "scale vectors are built on Megatron's local and TransformerEngine layers, and the run uses "
         "--transformer-impl {transformer_impl}",
-        "add --transformer-impl local",
+        "use --transformer-impl transformer_engine or local",
+    ),
+    Refusal(
+        "op-fuser",
+        _given("use_transformer_engine_op_fuser"),
+        "--use-transformer-engine-op-fuser builds the MLP of TransformerEngine operations, which take the "
+        "weight where scale vectors do not reach it",
+        "drop that flag",
+    ),
+    Refusal(
+        "grouped-dense-mlp",
+        _given("use_grouped_gemm_for_dense_mlp"),
+        "--use-grouped-gemm-for-dense-mlp builds dense MLPs of expert layers, which do not carry scale "
+        "vectors yet",
+        "drop that flag",
+    ),
+    Refusal(
+        "communication-overlap",
+        _given("tp_comm_overlap"),
+        "--tp-comm-overlap hands weights to products that overlap with communication, which is not proven "
+        "with scale vectors yet",
+        "drop that flag",
+    ),
+    Refusal(
+        "activation-offload",
+        _given("cpu_offloading_num_layers", "fine_grained_activation_offloading"),
+        "offloading activations to the CPU may take the folded weights along, which is not proven yet",
+        "drop --cpu-offloading-num-layers and --fine-grained-activation-offloading",
     ),
     Refusal(
         "experts",
@@ -100,7 +127,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "fp8-fp4",
-        _given("fp8", "fp4", "fp8_param_gather", "fp4_param"),
+        _given("fp8", "fp4", "fp8_param_gather", "fp4_param", "te_precision_config_file"),
         "FP8 and FP4 training are not proven with scale vectors yet",
         "train in bf16",
     ),

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Makes the environments behind ``make venv`` and ``make venv-light``.
+"""Makes the environments behind ``make venv``, ``make venv-light`` and ``make venv-te``.
 
-usage: python scripts/make_env.py {main,light}
+usage: python scripts/make_env.py {main,light,te}
 
 The Python that runs this file is the one that the environment gets;
 ``scripts/find_python.sh`` picks it.
@@ -11,10 +11,12 @@ An environment has two parts:
 * The shared part holds the pinned packages, gigabytes of them, in the user's cache
   under a name made from everything that decides its content. Every checkout with the
   same pins uses the same one.
-* The checkout's part, ``.venv`` or ``.venv-light``, is a virtual environment of its own
+* The checkout's part, ``.venv``, ``.venv-light`` or ``.venv-te``, is a virtual environment of its own
   that takes seconds: it sees the shared packages and adds this checkout of the package,
   editable. Two clones therefore never see each other's code, and ``pip install`` in one
   of them leaves the shared packages alone.
+
+A shared part may lie on top of another one (``base``) and hold only what that one lacks.
 
 A part counts as complete only once its state file lies in it, which is written last.
 A lock keeps two set-ups from working on the same part at the same time.
@@ -42,7 +44,9 @@ ROOT = Path(__file__).resolve().parent.parent
 STATE = ".scalevec-env.json"
 
 # What an environment holds besides the run-time requirements in pyproject.toml. The
-# versions are the constraints file's.
+# versions are the constraints file's, and with a ``base`` also the base's.
+# ``wheels``: a variable that may name a folder with wheels that no index has.
+# ``linked``: folders of the shared packages that the checkout's part must show as its own.
 ENVIRONMENTS = {
     "main": {
         "folder": ".venv",
@@ -55,6 +59,18 @@ ENVIRONMENTS = {
         "extras": ["demo", "test"],
         "free_gib": 6,
         "target": "venv-light",
+    },
+    "te": {
+        "folder": ".venv-te",
+        "extras": ["te"],
+        "free_gib": 4,
+        "target": "venv-te",
+        "base": "main",
+        # The index has TransformerEngine's torch extension as source only, whose build takes a
+        # CUDA toolkit and half an hour.
+        "wheels": "SCALEVEC_TE_WHEELS",
+        # TransformerEngine looks for NVIDIA's libraries there and nowhere else.
+        "linked": ["nvidia"],
     },
 }
 
@@ -95,17 +111,7 @@ def main() -> int:
 
 def set_up(name: str) -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    constraints = ROOT / "constraints" / f"{name}.txt"
-    requirements = wanted(settings, ENVIRONMENTS[name]["extras"])
-
-    key = shared_key(constraints, requirements)
-    shared = cache_folder() / "venvs" / f"{name}-{key}"
-    if read_state(shared) is None or not runs(shared):
-        with locked(shared.name):
-            # The set-up that held the lock may have been making this very environment.
-            if read_state(shared) is None or not runs(shared):
-                make_shared(name, shared, constraints, requirements)
-
+    shared = set_up_shared(name, settings)
     folder = ROOT / ENVIRONMENTS[name]["folder"]
     state = checkout_state(shared)
     if read_state(folder) == state and runs(folder):
@@ -115,6 +121,22 @@ def set_up(name: str) -> None:
     with locked("checkout-" + digest(str(ROOT))):
         if read_state(folder) != state or not runs(folder):
             make_checkout(name, folder, shared, state)
+
+
+def set_up_shared(name: str, settings: dict) -> list[Path]:
+    """The folder of the shared part, made if need be, and after it those it lies on."""
+    base = ENVIRONMENTS[name].get("base")
+    below = set_up_shared(base, settings) if base else []
+    constraints = ROOT / "constraints" / f"{name}.txt"
+    requirements = wanted(settings, ENVIRONMENTS[name]["extras"])
+    key = shared_key(constraints, requirements, below)
+    shared = cache_folder() / "venvs" / f"{name}-{key}"
+    if read_state(shared) is None or not runs(shared):
+        with locked(shared.name):
+            # The set-up that held the lock may have been making this very environment.
+            if read_state(shared) is None or not runs(shared):
+                make_shared(name, shared, constraints, requirements, below)
+    return [shared, *below]
 
 
 def wanted(settings: dict, extras: list[str]) -> list[str]:
@@ -136,13 +158,14 @@ def digest(*parts: str | bytes) -> str:
     return total.hexdigest()[:12]
 
 
-def shared_key(constraints: Path, requirements: list[str]) -> str:
+def shared_key(constraints: Path, requirements: list[str], below: list[Path] = ()) -> str:
     return digest(
         constraints.read_bytes(),
         "\n".join(requirements),
         "{}.{}".format(*sys.version_info[:2]),
         sysconfig.get_platform(),  # a home folder may be mounted on several kinds of machine
         str(LAYOUT),
+        *(folder.name for folder in below),
     )
 
 
@@ -228,7 +251,9 @@ def telling(lines: list[str]) -> str:
     return "its last lines:\n  " + "\n  ".join(lines[-12:])
 
 
-def make_shared(name: str, folder: Path, constraints: Path, requirements: list[str]) -> None:
+def make_shared(
+    name: str, folder: Path, constraints: Path, requirements: list[str], below: list[Path] = ()
+) -> None:
     if folder.exists():
         print(f"Removing an unfinished set-up: {folder}", flush=True)
         shutil.rmtree(folder)
@@ -250,12 +275,18 @@ def make_shared(name: str, folder: Path, constraints: Path, requirements: list[s
     start = time.monotonic()
     try:
         call([sys.executable, "-m", "venv", folder], "Python's venv module failed")
+        # pip sees what lies below as installed, and leaves it there.
+        show_packages(folder, below)
+        pinned = [constraints, *(ROOT / "constraints" / f"{f.name.split('-')[0]}.txt" for f in below)]
+        options = [part for file in pinned for part in ("--constraint", file)]
         call(
-            [folder / "bin" / "python", "-m", "pip", "install"]
-            + ["--no-input", "--constraint", constraints, *requirements],
+            [folder / "bin" / "python", "-m", "pip", "install", "--no-input"]
+            + options
+            + wheel_options(ENVIRONMENTS[name].get("wheels"))
+            + requirements,
             f"The packages of constraints/{name}.txt could not be installed",
         )
-        check_pins(folder, constraints)
+        check_pins(folder, *pinned)
     except SetUpError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise SetUpError(
@@ -269,7 +300,23 @@ def make_shared(name: str, folder: Path, constraints: Path, requirements: list[s
     print(f"Done in {time.monotonic() - start:.0f} s.", flush=True)
 
 
-def check_pins(folder: Path, constraints: Path) -> None:
+def wheel_options(variable: str | None) -> list:
+    """pip's options for an environment that may take wheels from a folder."""
+    if variable is None:
+        return []
+    # What has to be built is built against the torch that is installed, not against another
+    # one in an environment of the build's own.
+    options = ["--no-build-isolation"]
+    folder = os.environ.get(variable, "")
+    if folder:
+        path = Path(folder) if os.path.isabs(folder) else ROOT / folder
+        if not path.is_dir():
+            raise SetUpError(f"{variable} names {folder}, which is not a folder: correct it, or unset it")
+        options += ["--find-links", path]
+    return options
+
+
+def check_pins(folder: Path, *constraints: Path) -> None:
     """Says so where a package has no pin: its version would differ from day to day."""
     text = subprocess.run(
         [folder / "bin" / "python", "-m", "pip", "list", "--format=freeze"],
@@ -278,13 +325,13 @@ def check_pins(folder: Path, constraints: Path) -> None:
         stderr=subprocess.DEVNULL,
         text=True,
     ).stdout
-    pinned = {canonical(line.split("==")[0]) for line in pin_lines(constraints)}
+    pinned = {canonical(line.split("==")[0]) for file in constraints for line in pin_lines(file)}
     # The venv module brings its own pip (and, before Python 3.12, setuptools).
     installed = {canonical(line.split("==")[0]) for line in text.splitlines()} - {"pip"}
     loose = sorted(installed - pinned)
     if loose:
         print(
-            f"note: constraints/{constraints.name} pins no version of {', '.join(loose)}",
+            f"note: constraints/{constraints[0].name} pins no version of {', '.join(loose)}",
             file=sys.stderr,
         )
 
@@ -298,12 +345,12 @@ def canonical(name: str) -> str:
     return name.strip().lower().replace("_", "-").replace(".", "-")
 
 
-def checkout_state(shared: Path) -> dict:
+def checkout_state(shared: list[Path]) -> dict:
     """Everything that decides what the checkout's part looks like."""
     package = (ROOT / "megatron_scalevec" / "__init__.py").read_text(encoding="utf-8")
     version = [line for line in package.splitlines() if line.startswith("__version__")]
     return {
-        "shared": str(shared),
+        "shared": [str(folder) for folder in shared],
         "root": str(ROOT),  # the editable install holds the checkout's path
         "python": sys.executable,
         "package": digest((ROOT / "pyproject.toml").read_bytes(), *version),
@@ -311,7 +358,7 @@ def checkout_state(shared: Path) -> dict:
     }
 
 
-def make_checkout(name: str, folder: Path, shared: Path, state: dict) -> None:
+def make_checkout(name: str, folder: Path, shared: list[Path], state: dict) -> None:
     start = time.monotonic()
     unfinished = folder / (STATE + ".new")
     if folder.is_symlink() or (folder.exists() and read_state(folder) is None and not unfinished.exists()):
@@ -328,11 +375,15 @@ def make_checkout(name: str, folder: Path, shared: Path, state: dict) -> None:
     folder.mkdir()
     unfinished.touch()
     call([sys.executable, "-m", "venv", "--without-pip", folder], "Python's venv module failed")
-    # addsitedir instead of a bare path: the shared packages' own .pth files count too.
-    (site_packages(folder) / "scalevec_shared.pth").write_text(
-        f"import site; site.addsitedir({str(site_packages(shared))!r})\n", encoding="utf-8"
-    )
-    link_scripts(shared / "bin", folder / "bin")
+    # The first folder shows those below it.
+    show_packages(folder, shared[:1])
+    for below in reversed(shared):
+        link_scripts(below / "bin", folder / "bin")
+    for package in ENVIRONMENTS[name].get("linked", []):
+        found = [site_packages(below) / package for below in shared]
+        target = next((path for path in found if path.is_dir()), None)
+        if target is not None:
+            (site_packages(folder) / package).symlink_to(target, target_is_directory=True)
     call(
         [folder / "bin" / "python", "-m", "pip", "install"]
         + ["--no-input", "--no-deps", "--no-build-isolation", "--editable", ROOT],
@@ -340,9 +391,18 @@ def make_checkout(name: str, folder: Path, shared: Path, state: dict) -> None:
     )
     write_state(folder, state)
     print(
-        f"{folder.name} is ready ({time.monotonic() - start:.1f} s); packages are in {shared}",
+        f"{folder.name} is ready ({time.monotonic() - start:.1f} s); packages are in "
+        + " and ".join(map(str, shared)),
         flush=True,
     )
+
+
+def show_packages(folder: Path, below: list[Path]) -> None:
+    """Let an environment's Python see the packages of others."""
+    if below:
+        # addsitedir instead of a bare path: the shared packages' own .pth files count too.
+        lines = [f"import site; site.addsitedir({str(site_packages(other))!r})\n" for other in below]
+        (site_packages(folder) / "scalevec_shared.pth").write_text("".join(lines), encoding="utf-8")
 
 
 def link_scripts(source: Path, target: Path) -> None:
@@ -354,6 +414,8 @@ def link_scripts(source: Path, target: Path) -> None:
     for script in sorted(source.iterdir()):
         if script.name.startswith(("python", "activate", "Activate")) or not script.is_file():
             continue
+        # One of the same name may have come from another folder, perhaps as a link to it.
+        (target / script.name).unlink(missing_ok=True)
         head, _, body = script.read_bytes().partition(b"\n")
         if head.startswith(b"#!") and b"python" in head:
             pass

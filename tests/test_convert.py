@@ -132,6 +132,14 @@ def test_gradients_of_every_vector_are_the_serial_ones(ranks, config, layout):
             )
 
 
+@pytest.mark.parametrize("strategy", ["hg", "dnp", "unified"])
+def test_norms_over_apex(ranks, strategy):
+    """Dual-norm builds more of them, of the model's kind."""
+    case = {"kind": "gpt2", "config": {"strategy": strategy}}
+    [[found]] = ranks.run("compare_with_apex_norms", cases=[case])
+    check(case, found, "float64")
+
+
 def test_a_trained_norm_scale_is_carried_over(ranks):
     """Conversion of a model whose norms are not at one keeps its function where that is possible."""
     for kind in ("llama", "gpt2"):

@@ -80,7 +80,11 @@ def test_every_entry_of_the_table_refuses_what_it_says():
     from megatron_scalevec.support import REFUSALS, refuse_unsupported
 
     triggers = {
-        "transformer-impl": {"transformer_impl": "transformer_engine"},
+        "transformer-impl": {"transformer_impl": "inference_optimized"},
+        "op-fuser": {"use_transformer_engine_op_fuser": True},
+        "grouped-dense-mlp": {"use_grouped_gemm_for_dense_mlp": True},
+        "communication-overlap": {"tp_comm_overlap": True},
+        "activation-offload": {"cpu_offloading_num_layers": 2},
         "experts": {"num_experts": 8},
         "latent-attention": {"multi_latent_attention": True},
         "heterogeneous": {"heterogeneous_layers_config_path": "x.json"},
@@ -112,7 +116,9 @@ def test_every_entry_of_the_table_refuses_what_it_says():
     assert triggers.keys() == {refusal.name for refusal in REFUSALS}
     fine = {"transformer_impl": "local", "optimizer": "adam", "cuda_graph_impl": "none"}
     hg = ScaleVecConfig(strategy="hg")
-    refuse_unsupported(SimpleNamespace(**fine), hg, Version("0.19.2"))
+    for implementation in ("local", "transformer_engine"):
+        accepted = SimpleNamespace(**{**fine, "transformer_impl": implementation})
+        refuse_unsupported(accepted, hg, Version("0.19.2"))
     for refusal in REFUSALS:
         args = SimpleNamespace(**{**fine, **triggers[refusal.name]})
         version = Version("0.18.2" if refusal.versions else "0.19.2")

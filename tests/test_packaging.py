@@ -63,9 +63,10 @@ def test_apex_is_never_required():
     assert "apex" not in {Requirement(entry).name for entry in listed}
 
 
-@pytest.mark.parametrize("name", ["main", "light"])
+@pytest.mark.parametrize("name", ["main", "light", "te"])
 def test_constraints_pin_what_is_installed(make_env, name):
-    pinned = pins(name)
+    base = make_env.ENVIRONMENTS[name].get("base")
+    pinned = {**(pins(base) if base else {}), **pins(name)}
     for entry in make_env.wanted(SETTINGS, make_env.ENVIRONMENTS[name]["extras"]):
         requirement = Requirement(entry)
         package = canonicalize_name(requirement.name)
@@ -82,6 +83,12 @@ def test_constraints_stand_for_both_ends_of_the_window():
         Version("0.16.1"),
         Version("2.13.0"),
     )
+
+
+def test_an_environment_on_top_of_another_pins_nothing_twice():
+    assert not pins("te").keys() & pins("main").keys()
+    versions = [pins("te")[name] for name in pins("te") if name.startswith("transformer-engine")]
+    assert versions == [Version("2.20.2")] * 3
 
 
 # What no file may name. Put together here, so that this file does not name it either.
@@ -118,6 +125,8 @@ def test_no_file_names_an_index_or_a_path_of_one_machine():
 
 # CI
 
+LEGS = ["lint", "test", "test-light", "test-te", "demo"]
+
 
 def run_ci(tmp_path: Path, failing: dict[str, int]) -> tuple[subprocess.CompletedProcess, list]:
     """Runs .ci/run with a make that only notes its target."""
@@ -138,14 +147,14 @@ def run_ci(tmp_path: Path, failing: dict[str, int]) -> tuple[subprocess.Complete
 
 def test_ci_runs_every_leg(tmp_path):
     done, targets = run_ci(tmp_path, {})
-    assert (done.returncode, targets) == (0, ["lint", "test", "test-light", "demo"]), done.stderr
+    assert (done.returncode, targets) == (0, LEGS), done.stderr
 
 
-@pytest.mark.parametrize(("target", "code"), [("lint", 1), ("test", 5), ("test-light", 2)])
+@pytest.mark.parametrize(("target", "code"), [("lint", 1), ("test", 5), ("test-light", 2), ("test-te", 1)])
 def test_ci_fails_with_any_leg_and_runs_the_others(tmp_path, target, code):
     done, targets = run_ci(tmp_path, {target: code})
     assert done.returncode == 1
-    assert targets == ["lint", "test", "test-light", "demo"]
+    assert targets == LEGS
     assert f"CI failed: make {target}\n" in done.stderr
 
 
@@ -273,7 +282,7 @@ def test_unfinished_environment_is_made_anew(make_env, cache, monkeypatch):
 def test_environment_made_by_hand_is_left_alone(make_env, tmp_path):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     with pytest.raises(make_env.SetUpError, match="not made by 'make venv'"):
-        make_env.make_checkout("main", tmp_path / ".venv", tmp_path / "shared", {})
+        make_env.make_checkout("main", tmp_path / ".venv", [tmp_path / "shared"], {})
     assert (tmp_path / ".venv" / "bin").is_dir()
 
 
@@ -285,6 +294,46 @@ def test_shared_environment_depends_on_pins_and_packages(make_env, tmp_path):
     assert make_env.shared_key(constraints, ["numpy", "rich"]) != first
     constraints.write_text("rich==2\n")
     assert make_env.shared_key(constraints, ["rich"]) != first
+
+
+def test_an_environment_lies_on_top_of_another(make_env, tmp_path):
+    constraints = tmp_path / "constraints.txt"
+    constraints.write_text("rich==1\n")
+    below = [tmp_path / "main-1"]
+    key = make_env.shared_key(constraints, ["rich"], below)
+    assert key == make_env.shared_key(constraints, ["rich"], below)
+    assert key != make_env.shared_key(constraints, ["rich"])
+    assert key != make_env.shared_key(constraints, ["rich"], [tmp_path / "main-2"])
+    for folder in ("top", "main-1"):
+        make_env.site_packages(tmp_path / folder).mkdir(parents=True)
+    make_env.show_packages(tmp_path / "top", below)
+    [shown] = make_env.site_packages(tmp_path / "top").glob("*.pth")
+    assert str(make_env.site_packages(below[0])) in shown.read_text()
+
+
+def test_wheels_may_come_from_a_folder(make_env, tmp_path, monkeypatch):
+    variable = make_env.ENVIRONMENTS["te"]["wheels"]
+    monkeypatch.delenv(variable, raising=False)
+    assert make_env.wheel_options(None) == []
+    assert "--find-links" not in make_env.wheel_options(variable)
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert make_env.wheel_options(variable)[-2:] == ["--find-links", tmp_path]
+    monkeypatch.setenv(variable, "scripts")  # relative to the checkout
+    assert make_env.wheel_options(variable)[-1] == ROOT / "scripts"
+    monkeypatch.setenv(variable, str(tmp_path / "nowhere"))
+    with pytest.raises(make_env.SetUpError, match=f"{variable} names .*nowhere, which is not a folder"):
+        make_env.wheel_options(variable)
+
+
+def test_a_command_of_the_upper_folder_does_not_overwrite_the_lower_one(make_env, tmp_path):
+    for name in ("lower", "upper", "bin"):
+        (tmp_path / name).mkdir()
+    put_script(tmp_path / "lower" / "program", "echo lower")
+    (tmp_path / "upper" / "program").write_text("#!/usr/bin/python\nprint('upper')\n")
+    for source in ("lower", "upper"):
+        make_env.link_scripts(tmp_path / source, tmp_path / "bin")
+    assert "echo lower" in (tmp_path / "lower" / "program").read_text()
+    assert "upper" in (tmp_path / "bin" / "program").read_text()
 
 
 def test_commands_run_with_the_checkouts_python(make_env, tmp_path):

@@ -7,7 +7,7 @@ import functools
 import torch
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
-__all__ = ["mixed_class", "sum_gradient_over_tensor_parallel"]
+__all__ = ["is_transformer_engine", "mixed_class", "sum_gradient_over_tensor_parallel"]
 
 
 def sum_gradient_over_tensor_parallel(vectors: torch.Tensor, group) -> torch.Tensor:
@@ -20,10 +20,17 @@ def sum_gradient_over_tensor_parallel(vectors: torch.Tensor, group) -> torch.Ten
     return copy_to_tensor_model_parallel_region(vectors, group=group)
 
 
+def is_transformer_engine(module: torch.nn.Module | type) -> bool:
+    """Whether a module is TransformerEngine's, or Megatron's subclass of one. Imports nothing."""
+    cls = module if isinstance(module, type) else type(module)
+    return any(base.__module__.startswith("transformer_engine.") for base in cls.__mro__)
+
+
 @functools.cache
 def mixed_class(mixin: type, base: type) -> type:
     """The subclass of ``base`` with ``mixin`` in front, one per pair, importable by name for pickling."""
-    name = f"ScaleVec{base.__name__}"
+    # torch and TransformerEngine have norms of the same names.
+    name = f"ScaleVec{'TE' if is_transformer_engine(base) else ''}{base.__name__}"
     made = type(name, (mixin, base), {"__module__": mixin.__module__, "__qualname__": name})
     # Pickle and copy.deepcopy look classes up where they say they live.
     import sys

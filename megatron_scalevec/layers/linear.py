@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -18,6 +19,8 @@ __all__ = [
     "ScaleVecColumnParallelLinear",
     "ScaleVecRowParallelLinear",
     "gamma_name",
+    "leaf_class",
+    "unsharded_sizes",
 ]
 
 SHARED = "shared"
@@ -35,7 +38,28 @@ class FoldedLinear:
     ``weight`` keeps its name, shape and attributes; the vectors are further parameters
     (:func:`gamma_name`). A checkpoint holds them as replicated tensors through the inherited
     ``sharded_state_dict``. Never built directly: :meth:`convert` changes a built linear in place.
+
+    Class attributes describe the linear: along which axis tensor-parallel ranks share the weight, the
+    prefix of a fused norm's parameters (empty where none is fused), and the flag that lets the backward
+    pass add to the weight's ``main_grad`` by itself.
     """
+
+    parallel: ClassVar[Literal["column", "row"]]
+    fused_norm: ClassVar[str] = ""
+    main_grad_flag: ClassVar[str] = "gradient_accumulation_fusion"
+
+    @staticmethod
+    def group_of(linear: torch.nn.Module) -> Any:
+        """The tensor-parallel group of a linear of the class below this one, converted or not."""
+        return linear.tp_group
+
+    @staticmethod
+    def require_convertible(path: str, linear: torch.nn.Module) -> None:
+        """Look at a linear before anything is changed.
+
+        Raises:
+            ScaleVecError: Something about this very linear stands in the way.
+        """
 
     @classmethod
     def convert(
@@ -65,8 +89,8 @@ class FoldedLinear:
             dtype: Storage dtype of the vectors, None for the weight's.
         """
         linear.__class__ = cls
-        # Its backward writes into ``weight.main_grad``, and W_eff is not the parameter.
-        linear.gradient_accumulation_fusion = False
+        # Its backward would write into ``weight.main_grad``, and W_eff is not the parameter.
+        setattr(linear, cls.main_grad_flag, False)
         shared = tuple(in_branches) == (SHARED,)
         device = linear.weight.device
         branch_of_row = torch.zeros_like(row_map.branch_of_row) if shared else row_map.branch_of_row
@@ -105,11 +129,15 @@ class FoldedLinear:
         names = [name for name, _ in (*self.scalevec_in, *self.scalevec_out) if name is not None]
         vectors = [compose_vector(self, name) for name in names]
         # One reduction for all vectors of the linear.
-        summed = common.sum_gradient_over_tensor_parallel(torch.cat(vectors), self.tp_group)
+        summed = common.sum_gradient_over_tensor_parallel(torch.cat(vectors), self.group_of(self))
         gammas = dict(zip(names, summed.split([vector.numel() for vector in vectors])))
         gamma_in = self._joined(self.scalevec_in, gammas, summed)
         if gamma_in is not None:
-            gamma_in = self._own_columns(gamma_in.view(len(self.scalevec_in), -1))
+            gamma_in = gamma_in.view(len(self.scalevec_in), -1)
+            if self.parallel == "row":
+                own = self.weight.shape[1]
+                start = self.group_of(self).rank() * own
+                gamma_in = gamma_in[:, start : start + own]
         return fold_weight(
             self.weight,
             gamma_in,
@@ -117,9 +145,6 @@ class FoldedLinear:
             self.scalevec_branch_of_row,
             self.scalevec_slot_of_row,
         )
-
-    def _own_columns(self, gamma_in: torch.Tensor) -> torch.Tensor:
-        return gamma_in
 
     @staticmethod
     def _joined(
@@ -136,6 +161,8 @@ class FoldedLinear:
 
 class ScaleVecColumnParallelLinear(FoldedLinear, ColumnParallelLinear):
     """``ColumnParallelLinear`` with scale vectors: each rank holds some of the rows."""
+
+    parallel = "column"
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
         """As ``ColumnParallelLinear.forward``, multiplying by W_eff.
@@ -156,10 +183,7 @@ class ScaleVecColumnParallelLinear(FoldedLinear, ColumnParallelLinear):
 class ScaleVecRowParallelLinear(FoldedLinear, RowParallelLinear):
     """``RowParallelLinear`` with scale vectors: each rank holds some of the columns."""
 
-    def _own_columns(self, gamma_in):
-        own = self.weight.shape[1]
-        start = self.tp_group.rank() * own
-        return gamma_in[:, start : start + own]
+    parallel = "row"
 
     def _forward_impl(self, input, weight, *args, **kwargs):
         # The one place through which every Megatron of the window passes the weight.
@@ -170,4 +194,22 @@ LEAVES: dict[type, type[FoldedLinear]] = {
     ColumnParallelLinear: ScaleVecColumnParallelLinear,
     RowParallelLinear: ScaleVecRowParallelLinear,
 }
-"""Megatron's class to ours."""
+"""Megatron's local classes to ours; :func:`leaf_class` knows TransformerEngine's as well."""
+
+
+def leaf_class(linear: torch.nn.Module) -> type[FoldedLinear] | None:
+    """Our class for a linear, None where there is none. Subclasses count as unknown."""
+    if common.is_transformer_engine(linear):
+        # Here and not above: TransformerEngine is there only where a model is made of it.
+        from megatron_scalevec.layers import te
+
+        return te.LEAVES.get(type(linear))
+    return LEAVES.get(type(linear))
+
+
+def unsharded_sizes(linear: torch.nn.Module) -> tuple[int, int]:
+    """(rows, columns) of the whole weight of a linear that :func:`leaf_class` knows."""
+    leaf = leaf_class(linear)
+    rows, columns = linear.weight.shape
+    ranks = leaf.group_of(linear).size()
+    return (rows * ranks, columns) if leaf.parallel == "column" else (rows, columns * ranks)

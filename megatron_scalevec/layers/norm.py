@@ -105,7 +105,7 @@ def scale_norm(
     """
     weight = norm.weight
     gamma = weight.detach() + 1 if zero_centered else weight.detach().clone()
-    norm.__class__ = common.mixed_class(ScaledNorm, type(norm))
+    norm.__class__ = common.mixed_class(_mixin(norm), type(norm))
     norm.scalevec_tp_group = tp_group
     before = set(dict(norm.named_parameters(recurse=False)))
     add_vector(norm, _NAME, gamma, info, role, like=weight, dtype=dtype)
@@ -116,7 +116,28 @@ def scale_norm(
     retire(NormHandle(norm), zero_centered)
 
 
-def head_norm(like: torch.nn.Module, config, *, bias: bool) -> torch.nn.Module:
+def _mixin(norm: torch.nn.Module) -> type[ScaledNorm]:
+    if common.is_transformer_engine(norm):
+        from megatron_scalevec.layers import te
+
+        return te.ScaledTENorm
+    return ScaledNorm
+
+
+def _build_norm(like: torch.nn.Module, config, size: int) -> torch.nn.Module:
+    """A norm of the kind of ``like``: a norm, or a linear with a fused one."""
+    eps = config.layernorm_epsilon
+    if type(like) in (torch.nn.RMSNorm, torch.nn.LayerNorm):
+        return type(like)(size, eps=eps)
+    if common.is_transformer_engine(like):
+        from megatron_scalevec.layers import te
+
+        return te.build_norm(config, size, eps)
+    # Megatron's own interface: apex's fused norms and whatever stands in for them.
+    return type(like)(config=config, hidden_size=size, eps=eps)
+
+
+def head_norm(like: NormHandle, config, *, bias: bool) -> torch.nn.Module:
     """A new norm over a head's channels, of the kind the model uses elsewhere.
 
     Args:
@@ -124,11 +145,7 @@ def head_norm(like: torch.nn.Module, config, *, bias: bool) -> torch.nn.Module:
         config: Megatron's model configuration: ``kv_channels``, epsilon.
         bias: Keep a LayerNorm's bias trainable; otherwise it stays at zero.
     """
-    size, eps = config.kv_channels, config.layernorm_epsilon
-    if type(like) in (torch.nn.RMSNorm, torch.nn.LayerNorm):
-        norm = type(like)(size, eps=eps)
-    else:
-        norm = type(like)(config=config, hidden_size=size, eps=eps)
+    norm = _build_norm(like.owner, config, config.kv_channels)
     norm = norm.to(device=like.weight.device, dtype=like.weight.dtype)
     for parameter in norm.parameters():
         mark_added(parameter)

@@ -247,6 +247,25 @@ def _compare(
     return result
 
 
+def compare_with_apex_norms(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As :func:`compare_with_reference`, with Megatron's norms over apex, and torch for apex's kernel."""
+    from megatron.core.fusions import fused_layer_norm
+
+    class Kernel:
+        @staticmethod
+        def forward(ctx, x, weight, bias, shape, eps):
+            raise NotImplementedError  # Megatron looks at the signature
+
+        @staticmethod
+        def apply(x, weight, bias, shape, eps):
+            return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
+
+    fused_layer_norm.HAVE_FUSED_LAYER_NORM = True
+    fused_layer_norm.FusedLayerNormAffineFunction = Kernel
+    norms = {"norm_class": fused_layer_norm.FusedLayerNorm}
+    return compare_with_reference([{**case, "overrides": norms} for case in cases])
+
+
 def _size_of_terms(name: str, leaves: dict[str, torch.Tensor]) -> float:
     """A scalar part's gradient is a sum over the channels in which much may cancel; its rounding is that of
     the terms. Zero for anything else."""

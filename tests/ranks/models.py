@@ -35,12 +35,20 @@ class ZeroCenteredNorm(torch.nn.Module):
         return torch.nn.functional.layer_norm(x, size, self.weight + 1, self.bias, self.eps)
 
 
-def build_gpt(kind: str = "llama", dtype: torch.dtype = torch.float64, **overrides):
-    """A GPT with local layers: ``llama``, ``gpt2``, ``qk-norm`` or ``one-group``.
+def build_gpt(
+    kind: str = "llama",
+    dtype: torch.dtype = torch.float64,
+    implementation: str = "local",
+    norm_class: type | None = None,
+    **overrides,
+):
+    """A GPT: ``llama``, ``gpt2``, ``qk-norm`` or ``one-group``.
 
-    ``overrides`` go into the TransformerConfig; ``layernorm_zero_centered_gamma`` brings norms of its own.
+    ``implementation``: Megatron's name for the layers. ``norm_class``: for all norms of local layers.
+    ``overrides`` go into the TransformerConfig; ``layernorm_zero_centered_gamma`` brings norms of its own
+    to local layers, ``mtp_num_layers`` a multi-token-prediction block.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -70,14 +78,22 @@ def build_gpt(kind: str = "llama", dtype: torch.dtype = torch.float64, **overrid
         **overrides,
     }
     config = TransformerConfig(**settings)
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    if config.layernorm_zero_centered_gamma:
-        spec.submodules.input_layernorm = ZeroCenteredNorm
-        spec.submodules.pre_mlp_layernorm = ZeroCenteredNorm
+    if implementation == "transformer_engine":
+        spec = _transformer_engine_spec(config)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    mtp = None
+    if config.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, spec, implementation == "transformer_engine")
+    if config.layernorm_zero_centered_gamma and implementation == "local":
+        norm_class = ZeroCenteredNorm
+    if norm_class is not None:
+        spec.submodules.input_layernorm = norm_class
+        spec.submodules.pre_mlp_layernorm = norm_class
         if config.qk_layernorm:
             inner = spec.submodules.self_attention.submodules
-            inner.q_layernorm = inner.k_layernorm = ZeroCenteredNorm
-        spec = TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=ZeroCenteredNorm)
+            inner.q_layernorm = inner.k_layernorm = norm_class
+        spec = TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=norm_class)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -86,9 +102,20 @@ def build_gpt(kind: str = "llama", dtype: torch.dtype = torch.float64, **overrid
         parallel_output=False,
         share_embeddings_and_output_weights=not modern,
         position_embedding_type="rope" if modern else "learned_absolute",
+        mtp_block_spec=mtp,
     )
     # The torch norms and position tables are built in the default dtype.
     return model.to(dtype)
+
+
+def _transformer_engine_spec(config):
+    """TransformerEngine's layers, with Megatron's own attention: the weights are not in it."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    spec.submodules.self_attention.submodules.core_attention = DotProductAttention
+    return spec
 
 
 def reference_of(model):
@@ -101,7 +128,7 @@ def reference_of(model):
     from reference import Branch, ReferenceConfig, layer_norm, product, rms_norm, unit
 
     c = model.config
-    leaves = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    leaves = {name: p.detach().double().cpu().requires_grad_() for name, p in model.named_parameters()}
     head_dim, groups = c.kv_channels, c.num_query_groups
     used: set[str] = set()
 
@@ -147,9 +174,11 @@ def reference_of(model):
     def fc1_rows(tensor, branch):
         return tensor.chunk(2)[branch == "up"] if c.gated_linear_unit else tensor
 
-    def norm(path):
-        """γ ⊙ Norm(x) + β, and a vector of ours on all of that."""
+    def norm(path, fused=None):
+        """γ ⊙ Norm(x) + β, and a vector of ours on all of that. ``fused``: the linear it may be part of."""
         weight, beta, gamma = leaf(f"{path}.weight"), leaf(f"{path}.bias"), vector(f"{path}.gamma")
+        if weight is None and fused is not None:
+            weight, beta = leaf(f"{fused}.layer_norm_weight"), leaf(f"{fused}.layer_norm_bias")
         if weight is None:
             return None
         own = weight + 1 if c.layernorm_zero_centered_gamma else weight
@@ -168,8 +197,8 @@ def reference_of(model):
         path = f"decoder.layers.{index}"
         layers.append(
             {
-                "attention_norm": norm(f"{path}.input_layernorm"),
-                "mlp_norm": norm(f"{path}.pre_mlp_layernorm"),
+                "attention_norm": norm(f"{path}.input_layernorm", f"{path}.self_attention.linear_qkv"),
+                "mlp_norm": norm(f"{path}.pre_mlp_layernorm", f"{path}.mlp.linear_fc1"),
                 **branches(f"{path}.self_attention.linear_qkv", blocks, qkv_rows),
                 **branches(f"{path}.self_attention.linear_proj", ("o",), lambda t, b: t),
                 **branches(

@@ -1,4 +1,4 @@
-"""The process that imports once and forks ranks: ``python -m ranks.parent FD``."""
+"""The process that imports once and forks ranks: ``python -m ranks.parent FD MODULE``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 # What every run imports sooner or later, some of it seconds' worth (tokenizer libraries).
@@ -30,30 +31,32 @@ _USED_BY_RUNS = (
     "rich.table",
 )
 
+Job = Callable[..., Any]
+
 
 def main() -> None:
     import torch
 
     # Threads do not survive a fork.
     torch.set_num_threads(1)
+    jobs = importlib.import_module(sys.argv[2])
+    getattr(jobs, "prepare", lambda: None)()
     from megatron_scalevec import cpu
 
     cpu.install()
     if importlib.util.find_spec("megatron.training") is not None:
         for name in _USED_BY_RUNS:
             importlib.import_module(name)
-    import ranks.jobs  # noqa: F401
-
     connection = multiprocessing.connection.Connection(int(sys.argv[1]))
     while True:
         try:
             job, world_size, timeout, arguments = connection.recv()
         except EOFError:
             return
-        connection.send(run(job, world_size, timeout, arguments))
+        connection.send(run(getattr(jobs, job), world_size, timeout, arguments))
 
 
-def run(job: str, world_size: int, timeout: float, arguments: dict[str, Any]):
+def run(job: Job, world_size: int, timeout: float, arguments: dict[str, Any]):
     """Fork, wait, collect. Returns (failures, results by rank)."""
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -74,7 +77,7 @@ def run(job: str, world_size: int, timeout: float, arguments: dict[str, Any]):
         return failures, results
 
 
-def _wait(pids: dict[int, int], folder: str, job: str, world_size: int, timeout: float) -> list[str]:
+def _wait(pids: dict[int, int], folder: str, job: Job, world_size: int, timeout: float) -> list[str]:
     deadline = time.monotonic() + timeout
     failed: list[int] = []
     left = dict(pids)
@@ -98,7 +101,7 @@ def _wait(pids: dict[int, int], folder: str, job: str, world_size: int, timeout:
             left.clear()
         else:
             time.sleep(0.01)
-    what = f"{job} on {world_size} ranks" + (f" took more than {timeout:.0f} s" if late else "")
+    what = f"{job.__name__} on {world_size} ranks" + (f" took more than {timeout:.0f} s" if late else "")
     return [f"{what}, rank {rank}:\n{_report(folder, rank)}" for rank in failed]
 
 
@@ -113,7 +116,7 @@ def _report(folder: str, rank: int) -> str:
     return text
 
 
-def _rank(folder: str, job: str, rank: int, world_size: int, port: int, arguments) -> None:
+def _rank(folder: str, job: Job, rank: int, world_size: int, port: int, arguments) -> None:
     code = 1
     try:
         output = open(_file(folder, rank, "output"), "w", buffering=1)
@@ -128,9 +131,7 @@ def _rank(folder: str, job: str, rank: int, world_size: int, port: int, argument
             MASTER_ADDR="localhost",
             MASTER_PORT=str(port),
         )
-        import ranks.jobs
-
-        result = getattr(ranks.jobs, job)(**arguments)
+        result = job(**arguments)
         with open(_file(folder, rank, "result"), "wb") as file:
             pickle.dump(result, file)
         code = 0

@@ -23,9 +23,12 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """Runs functions of ``tests/ranks/jobs.py`` on groups of forked gloo ranks."""
+    """Runs functions of a module, by default ``tests/ranks/jobs.py``, on groups of forked gloo ranks.
 
-    def __init__(self) -> None:
+    A module with a function ``prepare`` has it called once, before CPU mode is turned on.
+    """
+
+    def __init__(self, jobs: str = "ranks.jobs") -> None:
         ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
@@ -35,7 +38,7 @@ class RankPool:
         }
         self._output = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ranks.parent", str(theirs.fileno())],
+            [sys.executable, "-m", "ranks.parent", str(theirs.fileno()), jobs],
             pass_fds=[theirs.fileno()],
             env=environment,
             stdout=self._output,
@@ -46,7 +49,7 @@ class RankPool:
         self._connection = multiprocessing.connection.Connection(ours.detach())
 
     def run(self, job: str, world_size: int = 1, timeout: float = 240, **arguments: Any) -> list[Any]:
-        """Call ``ranks.jobs.<job>(**arguments)`` on ``world_size`` ranks; results by rank.
+        """Call ``<job>(**arguments)`` of the jobs' module on ``world_size`` ranks; results by rank.
 
         Raises:
             RankFailure: A rank raised or exited, or the time ran out.

@@ -1,0 +1,274 @@
+"""What the ranks of the TransformerEngine tests do; see ``tests/ranks/jobs.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kernels
+import torch
+from ranks import jobs
+
+TE = "transformer_engine"
+
+
+def prepare() -> None:
+    """Import TransformerEngine, and keep CPU mode from hiding it."""
+    kernels.import_without_gpu()
+    kernels.replace_kernels()
+    from megatron_scalevec import cpu
+
+    cpu._GPU_ONLY_PACKAGES = ("apex",)
+
+
+def compare_with_reference(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As the job of that name, on TransformerEngine's layers."""
+    return jobs.compare_with_reference(
+        [{**case, "overrides": {**case.get("overrides", {}), "implementation": TE}} for case in cases]
+    )
+
+
+def _build(kind: str = "llama", dtype: torch.dtype = torch.float64, implementation: str = TE, **overrides):
+    from ranks.models import build_gpt
+
+    return build_gpt(kind, dtype, implementation, **overrides)
+
+
+def _convert(model, **config: Any) -> None:
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+
+    apply_scale_vectors(model, ScaleVecConfig(**config))
+
+
+def _stock_name(name: str) -> str:
+    """A local model's parameter name as TransformerEngine's layers have it."""
+    name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+    return name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+
+
+def describe(kind: str, config: dict[str, Any], device: str = "cpu", **overrides: Any) -> dict[str, Any]:
+    """Parameters and checkpoint entries of the converted model, for both implementations.
+
+    Returns:
+        Per implementation: ``parameters``, name to what a vector or any trainable 1-D parameter is;
+        ``checkpoint``, key to what would be saved, without TransformerEngine's extra states; ``audit``.
+    """
+    from dataclasses import astuple
+
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from ranks.models import initialize_parallel
+
+    from megatron_scalevec.audit import audit
+    from megatron_scalevec.convert import parameter_roles
+    from megatron_scalevec.vectors import vector_info, was_added
+
+    size = overrides.get("tensor_model_parallel_size", 1)
+    initialize_parallel(tensor_model_parallel_size=size)
+    if device == "meta":
+        overrides = {**overrides, "use_cpu_initialization": False, "init_model_with_meta_device": True}
+    result = {}
+    # Local layers name their device, which in CPU mode is the CPU.
+    for implementation in ("local", TE) if device == "cpu" else (TE,):
+        with torch.device(device):
+            model = _build(kind, torch.float32, implementation, **overrides)
+        _convert(model, **config)
+        roles = parameter_roles(model)
+        parameters = {}
+        for name, parameter in model.named_parameters():
+            # Embeddings and the output head are Megatron's own, whose device is the CPU in CPU mode.
+            assert parameter.device.type == device or "layers" not in name, name
+            info = vector_info(parameter)
+            attributes = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce")
+            parameters[_stock_name(name)] = {
+                "shape": tuple(parameter.shape),
+                "trains": parameter.requires_grad,
+                "role": roles.get(name),
+                "info": None if info is None else astuple(info),
+                "added": was_added(parameter),
+                # Megatron's own parameters differ in these between the two.
+                "attributes": [was_added(parameter) and getattr(parameter, a, None) for a in attributes],
+                "sequence_parallel": bool(getattr(parameter, "sequence_parallel", False)),
+            }
+        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        entries = {}
+        for entry in model.sharded_state_dict(metadata=metadata).values() if device == "cpu" else ():
+            if isinstance(entry, ShardedTensor):
+                entries[f"{entry.key}@{entry.global_offset}"] = (
+                    tuple(entry.global_shape),
+                    tuple(entry.local_shape),
+                    entry.axis_fragmentations,
+                    entry.replica_id,
+                )
+        found = audit(model)
+        result[implementation] = {
+            "parameters": parameters,
+            "checkpoint": entries,
+            "audit": (
+                *(found.linears_converted, found.norm_scales_retired),
+                *(found.parameters_stock, found.parameters_added, found.built_vectors),
+            ),
+        }
+    return result
+
+
+def train_once(config: dict[str, Any], kind: str = "llama", **overrides: Any) -> dict[str, Any]:
+    """A sum over all logits from start values by name, and the gradients of the vectors on linears."""
+    from megatron.core import parallel_state
+    from ranks.initial import fill_by_name
+    from ranks.models import SIZES, initialize_parallel
+
+    size = overrides.get("tensor_model_parallel_size", 1)
+    initialize_parallel(tensor_model_parallel_size=size)
+    model = _build(kind, **overrides)
+    _convert(model, **config)
+    fill_by_name(model, parallel_state.get_tensor_model_parallel_rank(), size)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(SIZES["vocabulary"], (2, SIZES["sequence"]), generator=generator)
+    position = torch.arange(SIZES["sequence"])[None].expand(2, -1)
+    logits = model(tokens, position, None)
+    loss = (logits * torch.randn(logits.shape, generator=generator)).sum()
+    loss.backward()
+    gradients = {n: p.grad.numpy() for n, p in model.named_parameters() if "linear" in n and "gamma" in n}
+    return {"loss": loss.item(), "gradients": gradients}
+
+
+def fp32_vectors() -> dict[str, Any]:
+    """Vectors in float32 in a bf16 model, through Megatron's cast of the whole model, in two passes."""
+    from ranks.models import SIZES, initialize_parallel
+
+    initialize_parallel()
+    model = _build("llama", torch.bfloat16)
+    _convert(model, strategy="unified", vector_dtype="fp32")
+    model.bfloat16()
+    tokens = torch.arange(SIZES["sequence"])[None]
+    for _ in range(2):
+        model(tokens, tokens, None).float().square().mean().backward()
+    vectors = {n: p for n, p in model.named_parameters() if "gamma" in n}
+    return {
+        "dtypes": {str(p.dtype) for p in vectors.values()},
+        "others": {str(p.dtype) for n, p in model.named_parameters() if n not in vectors},
+        "moved": all(bool(p.grad.isfinite().all()) and bool(p.grad.any()) for p in vectors.values()),
+    }
+
+
+def retired_and_flags(strategy: str, **overrides: Any) -> dict[str, Any]:
+    """Fused norms, and the flags by which TransformerEngine adds to ``main_grad`` itself."""
+    from ranks.initial import fill_by_name
+    from ranks.models import SIZES, initialize_parallel
+
+    initialize_parallel()
+    model = _build("gpt2" if strategy != "unified" else "llama", **overrides)
+    fill_by_name(model, 0, 1)
+    if overrides.get("layernorm_zero_centered_gamma"):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(("layer_norm_weight", "layernorm.weight")):
+                    parameter.sub_(1)
+    layer = model.decoder.layers[0]
+    linears = {
+        "qkv": layer.self_attention.linear_qkv,
+        "proj": layer.self_attention.linear_proj,
+        "fc1": layer.mlp.linear_fc1,
+        "fc2": layer.mlp.linear_fc2,
+    }
+    for linear in linears.values():
+        linear.fuse_wgrad_accumulation = True
+    tokens = torch.arange(SIZES["sequence"])[None]
+    before = model(tokens, tokens, None).detach()
+    _convert(model, strategy=strategy)
+    after = model(tokens, tokens, None).detach()
+    norm = linears["qkv"]
+    return {
+        "fused": {name: linear.fuse_wgrad_accumulation for name, linear in linears.items()},
+        "classes": {name: type(linear).__name__ for name, linear in linears.items()},
+        "difference": float((after - before).abs().max() / before.abs().max()),
+        "norm": sorted(set(norm.layer_norm_weight.tolist())),
+        "trains": norm.layer_norm_weight.requires_grad,
+        "role": getattr(norm.layer_norm_weight, "scalevec_role", None),
+    }
+
+
+def refused(case: str) -> dict[str, Any]:
+    """Make a linear unfit, convert, and look at the model; or break the forward pass afterwards."""
+    import transformer_engine.pytorch as te
+    from ranks.models import SIZES, initialize_parallel
+    from transformer_engine.pytorch.module._common import WeightGradStore
+
+    from megatron_scalevec import ScaleVecError
+
+    initialize_parallel()
+    model = _build()
+    last = model.decoder.layers[-1]
+    linear = last.mlp.linear_fc1
+    if case == "no-interception":
+        del te.LayerNormLinear._get_weight_and_bias_tensors
+    elif case == "split-weight":
+        linear.weight_names = ["gate_weight", "up_weight"]
+    elif case == "quantized":
+        linear.weight.__class__ = type("Quantized", (torch.nn.Parameter,), {})
+    elif case == "fp8":
+        model.config.fp8 = "hybrid"
+    elif case == "delayed":
+        linear.wgrad_store = WeightGradStore(True)
+    elif case == "overlap":
+        linear.ub_overlap_ag_fprop = True
+    elif case == "two-norms":
+        last.pre_mlp_layernorm = te.RMSNorm(SIZES["hidden"], device="cpu")
+    before = jobs._state(model)
+    try:
+        _convert(model, strategy="hg")
+    except ScaleVecError as error:
+        return {"error": str(error), "unchanged": jobs._same(before, jobs._state(model))}
+    if case == "bypassed":
+        te.LayerNormLinear.forward = lambda self, inp, **_: inp @ self.weight.T
+        tokens = torch.arange(SIZES["sequence"])[None]
+        try:
+            model(tokens, tokens, None)
+        except RuntimeError as error:
+            return {"error": str(error), "unchanged": True}
+    return {"error": "", "unchanged": False}
+
+
+def classes_by_name() -> bool:
+    """Whether pickle finds every class of a converted model where it says it is."""
+    import pickle
+
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    model = _build()
+    _convert(model, strategy="unified")
+    classes = {type(module) for module in model.modules()}
+    return all(pickle.loads(pickle.dumps(cls)) is cls for cls in classes)
+
+
+def gpu_check_on_the_cpu(implementation: str, precision: str, broken: bool = False) -> dict[str, Any]:
+    """The functions of benchmarks/gpu_check.py, on models small enough for a CPU.
+
+    ``broken``: the linears multiply by their raw weight.
+    """
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    import gpu_check
+    from ranks.models import initialize_parallel
+
+    from megatron_scalevec.layers.linear import FoldedLinear
+
+    if broken:
+        FoldedLinear.folded_weight = lambda self: (
+            self.weight + sum(0 * p.sum() for n, p in self._parameters.items() if "gamma" in n)
+        )
+    initialize_parallel()
+    rows = [
+        gpu_check.compare(implementation, precision, kind, strategy, device="cpu")
+        for kind, strategy in (("llama", "unified"), ("gpt2", "dp"))
+    ]
+    lines = [gpu_check.describe_numbers(row) for row in rows]
+    if precision == "bf16" and implementation == "local":
+        sizes = {"layers": 1, "hidden": 32, "heads": 4, "groups": 2, "ffn": 64, "vocabulary": 64}
+        tiny = {"sizes": sizes, "sequence": 8, "batch": 1, "rounds": 2, "steps": 1}
+        row = gpu_check.time_steps(implementation, "unified", device="cpu", **tiny)
+        lines.append(gpu_check.describe_times(row))
+    return {"right": [row["right"] for row in rows], "lines": lines}
