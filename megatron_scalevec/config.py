@@ -373,6 +373,19 @@ class ScaleVecConfig:
                 values[name] = _names(values[name])
         return cls(**values)
 
+    def as_arguments(self) -> dict[str, str]:
+        """The ``scalevec_*`` attributes that :meth:`from_namespace` turns into this configuration again.
+
+        What the strategy says anyway is left open, as on a command line.
+        """
+        preset = ScaleVecConfig(strategy=self.strategy)
+        given = {"scalevec_strategy": self.strategy}
+        for name in (f.name for f in fields(self)):
+            value = getattr(self, name)
+            if value != getattr(preset, name):
+                given[f"scalevec_{name}"] = ",".join(value) if isinstance(value, tuple) else value
+        return given
+
     def describe(self) -> str:
         """One line: the strategy and its resolved components."""
         if not self.active:

@@ -27,6 +27,7 @@ from megatron_scalevec.fold import RowMap, fc1_row_map, qkv_row_map, whole_row_m
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
 from megatron_scalevec.layers.linear import SHARED, leaf_class, unsharded_sizes
 from megatron_scalevec.layers.norm import NormHandle, head_norm, retire, scale_norm
+from megatron_scalevec.pending import released
 from megatron_scalevec.vectors import VectorInfo, mark_added, role_of, set_role
 
 __all__ = ["applied_config", "apply_scale_vectors", "parameter_roles"]
@@ -97,6 +98,11 @@ def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
             f"the model already carries scale vectors ({known.describe()}); apply a strategy once, to a "
             "stock model."
         )
+    with released(model, config):
+        _convert(model, config)
+
+
+def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
     sites = list(_find_sites(model, config))
     for site in sites:
         if site.asked_for:

@@ -7,38 +7,16 @@ having built a model although a strategy was asked for is told so.
 
 from __future__ import annotations
 
-import atexit
-import os
 import sys
 
-from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.integration import hooks, launch
-from megatron_scalevec.report import leave_with, tolerate_any_encoding
+from megatron_scalevec.report import speak_for_this_process, tolerate_any_encoding
 
 
 def _install() -> None:
-    previous = sys.excepthook
-    failed = False
-
-    def end(kind, error, traceback):
-        nonlocal failed
-        failed = True
-        if issubclass(kind, ScaleVecError):
-            os._exit(leave_with(error))
-        previous(kind, error, traceback)
-
-    def check_at_end():
-        # The exit code cannot be changed any more in the ordinary way.
-        if not failed:
-            try:
-                hooks.require_applied(session, sys.argv[0])
-            except ScaleVecError as error:
-                os._exit(leave_with(error))
-
-    sys.excepthook = end
+    speak_for_this_process(lambda: hooks.installed() and hooks.require_applied(hooks.session(), sys.argv[0]))
     tolerate_any_encoding()
-    session = launch.prepare(sys.argv[1:])
-    atexit.register(check_at_end)
+    launch.prepare(sys.argv[1:])
 
 
 if not hooks.installed():

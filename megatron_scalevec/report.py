@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
+from collections.abc import Callable
 
 from megatron_scalevec.errors import USAGE_EXIT_CODE, ScaleVecError
 
-__all__ = ["leave_with", "tolerate_any_encoding"]
+__all__ = ["leave_with", "speak_for_this_process", "tolerate_any_encoding"]
 
 _FIRST_RANK_SPEAKS_WITHIN = 20.0  # seconds; imports on a busy node differ by several
 
@@ -37,3 +39,32 @@ def leave_with(error: ScaleVecError) -> int:
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         os._exit(USAGE_EXIT_CODE)
     return USAGE_EXIT_CODE
+
+
+def speak_for_this_process(check_at_end: Callable[[], None]) -> None:
+    """From now on, end the process as the launcher would, in a script that somebody else has started.
+
+    Args:
+        check_at_end: Called when the script has ended without an error; a ScaleVecError that it raises is
+            the end of the process.
+    """
+    previous = sys.excepthook
+    failed = False
+
+    def end(kind, error, traceback):
+        nonlocal failed
+        failed = True
+        if issubclass(kind, ScaleVecError):
+            os._exit(leave_with(error))
+        previous(kind, error, traceback)
+
+    def at_end():
+        # The exit code cannot be changed any more in the ordinary way.
+        if not failed:
+            try:
+                check_at_end()
+            except ScaleVecError as error:
+                os._exit(leave_with(error))
+
+    sys.excepthook = end
+    atexit.register(at_end)

@@ -38,6 +38,7 @@ __all__ = [
     "HOOKS",
     "Hook",
     "Session",
+    "adopt",
     "install",
     "installed",
     "require_applied",
@@ -133,6 +134,48 @@ def install(argv: list[str] | None = None, *, cpu: bool = False) -> Session:
     return new
 
 
+def adopt(config: ScaleVecConfig | None, *, name: str | None = None, model_is_built: bool = False) -> Session:
+    """Take a strategy that came with ``--spec``, when Megatron has parsed its arguments already.
+
+    Where the launcher has installed the hooks, this only tells them the strategy. In a script that knows
+    nothing of this package they are installed now: what lies behind (reading the arguments) is made good
+    here, what is to come (models, weight decay, checkpoints, the audit) is hooked.
+
+    Args:
+        config: The strategy; None for the one that ``name`` stands for.
+        name: A name in :mod:`megatron_scalevec.specs`.
+        model_is_built: The model that brings the strategy is being completed right now.
+
+    Raises:
+        ScaleVecError: There is no such name, the flags ask for something else, or the arguments are of a
+            kind that is refused.
+    """
+    from megatron.training import get_args
+
+    if _session is None:
+        from megatron_scalevec.report import speak_for_this_process
+
+        # First, so that whatever is wrong is said in one sentence.
+        speak_for_this_process(lambda: installed() and require_applied(session(), sys.argv[0]))
+        install([])
+    current = session()
+    args = get_args()
+    if config is None:
+        from megatron_scalevec.specs import strategy_named
+
+        config = strategy_named(name)
+    if current.config != config or getattr(args, "scalevec_strategy", None) is None:
+        _take_over(args, config)
+        refuse_unsupported(args, config, current.version)
+        current.config = config
+        current.audit_files = _audit_files(args)
+        _say(f"scale vectors asked for by --spec: {config.describe()}")
+    if model_is_built:
+        # Its constructor was entered before the hook on it was there; the spec does that hook's work.
+        current.called.add("model")
+    return current
+
+
 def uninstall() -> None:
     """Take every hook out again."""
     global _session
@@ -213,6 +256,7 @@ def _validate(current: Session, original):
         added = merge_command_line(args, current.command_line)
         if added:
             _say(f"the script left out {', '.join(added)}; added to Megatron's arguments")
+        _strategy_of_spec(args)
         config = ScaleVecConfig.from_namespace(args)
         if current.cpu:
             _choose_for_cpu(current, args, config)
@@ -225,9 +269,7 @@ def _validate(current: Session, original):
         args = args if result is None else result
         refuse_unsupported(args, config, current.version)
         current.config = config
-        current.audit_files = [file for file in (getattr(args, "scalevec_audit", None),) if file]
-        if getattr(args, "save", None):
-            current.audit_files.append(os.path.join(args.save, AUDIT_FILE))
+        current.audit_files = _audit_files(args)
         if config.active:
             _say(f"scale vectors asked for: {config.describe()}")
         return result
@@ -249,6 +291,32 @@ def _choose_for_cpu(current: Session, args: Any, config: ScaleVecConfig) -> None
             _say(f"on GPUs this run would be refused: {sentence}")
 
 
+def _strategy_of_spec(args: Any) -> None:
+    """``--spec megatron_scalevec.specs NAME`` means what ``--scalevec-strategy`` means."""
+    spec = getattr(args, "spec", None)
+    if spec and spec[0] == "megatron_scalevec.specs":
+        from megatron_scalevec.specs import strategy_named
+
+        _take_over(args, strategy_named(spec[1] if len(spec) > 1 else ""))
+
+
+def _take_over(args: Any, config: ScaleVecConfig) -> None:
+    """Write a spec's strategy into the arguments, where checkpoints keep it.
+
+    Raises:
+        ScaleVecError: The arguments ask for another one.
+    """
+    if any(getattr(args, f"scalevec_{name}", None) is not None for name in MODEL_FLAGS):
+        asked = ScaleVecConfig.from_namespace(args)
+        if asked != config:
+            raise ScaleVecError(
+                f"--spec asks for {config.describe()}, and the --scalevec-* flags (or the checkpoint's "
+                f"arguments) ask for {asked.describe()}; drop one of the two."
+            )
+    for key, value in config.as_arguments().items():
+        setattr(args, key, value)
+
+
 def _require_data(args: Any) -> None:
     """Stop for a dataset that is not there; Megatron would find out on one rank, minutes later."""
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
@@ -263,6 +331,12 @@ def _require_data(args: Any) -> None:
                     f"{flag} {prefix}: {' and '.join(prefix + end for end in missing)} not found; give the "
                     "path of an indexed dataset without its .bin/.idx ending."
                 )
+
+
+def _audit_files(args: Any) -> list[str]:
+    beside = [os.path.join(args.save, AUDIT_FILE)] if getattr(args, "save", None) else []
+    asked = getattr(args, "scalevec_audit", None)
+    return [asked, *beside] if asked else beside
 
 
 def _require_audit_file(args: Any, config: ScaleVecConfig) -> None:
@@ -303,9 +377,11 @@ def _gpt_model(current: Session, original):
     def init(self, *args, **kwargs):
         original(self, *args, **kwargs)
         if current.config.active:
-            from megatron_scalevec.convert import apply_scale_vectors
+            from megatron_scalevec.convert import applied_config, apply_scale_vectors
 
-            apply_scale_vectors(self, current.config)
+            # A layer spec may have brought the same strategy.
+            if applied_config(self) != current.config:
+                apply_scale_vectors(self, current.config)
 
     return init
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import runpy
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_scalevec.vectors import VectorInfo
 from ranks.initial import fill_by_name
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -60,13 +62,14 @@ def train(
 
         patches.wrap(arguments, "validate_args", choose_then)
 
-    record: dict[str, Any] = {"losses": [], "grad_norms": [], "vectors": {}, "audit": None}
+    record: dict[str, Any] = {"losses": [], "grad_norms": [], "vectors": {}, "audit": None, "start": {}}
     chunks: list[torch.nn.Module] = []
 
     def start_by_name(original):
         def setup_model_and_optimizer(*args, **kwargs):
             model, optimizer, scheduler = original(*args, **kwargs)
             chunks.extend(unwrap_model(model))
+            record["start"] = _start_of(chunks)
             if by_name:
                 for chunk in chunks:
                     fill_by_name(
@@ -117,9 +120,145 @@ def train(
                     if name.startswith(path + "."):
                         name = f"layer{number}{name[len(path) :]}"
                 record["vectors"][name] = param.detach().float().numpy().copy()
-    if plugin and hooks.session().audit is not None:
+    if hooks.installed() and hooks.session().audit is not None:
         record["audit"] = json.loads(hooks.session().audit.to_json())
     return record
+
+
+def _start_of(chunks: list[torch.nn.Module]) -> dict[str, Any]:
+    """What a model is before training: classes, and parameters with their values and attributes."""
+    plain = (str, int, float, bool, tuple, type(None), VectorInfo)
+    found: dict[str, Any] = {}
+    for index, chunk in enumerate(chunks):
+        for name, module in chunk.named_modules():
+            found[f"{index} {name}"] = type(module).__qualname__
+        for name, param in chunk.named_parameters():
+            attributes = {key: repr(value) for key, value in vars(param).items() if isinstance(value, plain)}
+            values = param.detach().float().numpy().tobytes()
+            found[f"{index} {name} (parameter)"] = (
+                tuple(param.shape),
+                str(param.dtype),
+                param.requires_grad,
+                attributes,
+                hashlib.sha256(values).hexdigest(),
+            )
+    return found
+
+
+def train_by_door(door: str, argv: list[str], strategy: str) -> dict[str, Any]:
+    """The same run, with its scale vectors from one of the doors.
+
+    Args:
+        door: ``flag``, ``flag+spec``, ``spec`` (through the launcher); ``plain spec`` (a script that knows
+            nothing of this package), ``plain own layer``, ``plain own block`` (the same with specs of a
+            user's own); ``call``.
+        argv: Megatron's own arguments.
+        strategy: Its name.
+    """
+    named = ["--spec", "megatron_scalevec.specs", strategy.replace("-", "_")]
+    flag = ["--scalevec-strategy", strategy]
+    more = {"flag": flag, "flag+spec": [*flag, *named], "spec": named, "plain spec": named}.get(door, [])
+    if door.startswith("plain own"):
+        more = ["--spec", "ranks.own_specs", door.split()[-1]]
+    if door == "call":
+        _call_door(strategy)
+    return train([*argv, *more], plugin=not door.startswith("plain") and door != "call", by_name=False)
+
+
+def _call_door(strategy: str) -> None:
+    """What somebody writes who builds the model himself."""
+    from megatron.training import training
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from megatron_scalevec.decay import with_decaying_vectors
+
+    strategy_config = ScaleVecConfig(strategy=strategy)
+    build, overrides = GPTModelBuilder.build_model, training.get_standard_config_overrides
+
+    def build_model(self, *args, **kwargs):
+        model = build(self, *args, **kwargs)
+        apply_scale_vectors(model, strategy_config)
+        return model
+
+    GPTModelBuilder.build_model = build_model
+    training.get_standard_config_overrides = lambda config: with_decaying_vectors(
+        overrides(config), strategy_config.weight_decay
+    )
+
+
+def build_from_spec(case: str) -> dict[str, Any]:
+    """Build models from specs with megatron.core alone."""
+    import copy
+
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megatron_scalevec import ScaleVecConfig, ScaleVecError, apply_scale_vectors
+    from megatron_scalevec.audit import audit
+    from megatron_scalevec.specs import scalevec_layer_spec, spec_config
+    from ranks.models import build_gpt, initialize_parallel
+
+    initialize_parallel()
+    config = ScaleVecConfig(strategy="unified")
+    base = get_gpt_layer_local_spec(normalization="RMSNorm")
+    before = repr(base)
+    norm = base.submodules.input_layernorm
+    block = TransformerBlockSubmodules(layer_specs=[base, base], layer_norm=norm)
+    mtp = {"mtp_num_layers": 1} if case == "mtp" else {}
+    try:
+        spec = {
+            "block": lambda: scalevec_layer_spec(block, config),
+            "module-block": lambda: scalevec_layer_spec(
+                ModuleSpec(TransformerBlock, submodules=block), config
+            ),
+            "builder": lambda: scalevec_layer_spec(lambda model_config: block, config)(None),
+            "copy": lambda: copy.deepcopy(scalevec_layer_spec(base, config)),
+            "by-path": lambda: scalevec_layer_spec(
+                ModuleSpec(
+                    ("megatron.core.transformer.transformer_layer", "TransformerLayer"),
+                    submodules=base.submodules,
+                ),
+                config,
+            ),
+            "norm": lambda: scalevec_layer_spec(norm, config),
+            "linear": lambda: scalevec_layer_spec(ModuleSpec(torch.nn.Linear), config),
+            "no-attention": lambda: scalevec_layer_spec(
+                ModuleSpec(TransformerLayer, submodules=type(base.submodules)()), config
+            ),
+            "string": lambda: scalevec_layer_spec(base, "hg"),
+            "twice": lambda: scalevec_layer_spec(
+                scalevec_layer_spec(block, config), ScaleVecConfig(strategy="hg")
+            ),
+            "named": lambda: __import__("megatron_scalevec.specs", fromlist=["hg"]).hg,
+            "stock": lambda: scalevec_layer_spec(base, ScaleVecConfig()),
+        }.get(case, lambda: scalevec_layer_spec(scalevec_layer_spec(base, config), config))()
+        if case == "by-path":  # TransformerBlock itself wants the class
+            spec.module = TransformerLayer
+        if case == "outside":
+            from megatron.core.transformer.spec_utils import build_module
+
+            layer = build_module(spec, config=build_gpt("llama").config, layer_number=1)
+            layer(torch.zeros(4, 1, 32), attention_mask=None)
+        torch.manual_seed(7)
+        model = build_gpt("llama", torch.float32, spec=spec, **mtp)
+        if case == "differs":
+            apply_scale_vectors(model, ScaleVecConfig(strategy="hg"))
+        torch.manual_seed(7)
+        other = build_gpt("llama", torch.float32, spec=base, **mtp)
+        if case != "stock":
+            apply_scale_vectors(other, config)
+    except ScaleVecError as error:
+        return {"error": str(error)}
+    return {
+        "error": None,
+        "asks": repr(spec_config(spec)),
+        "base_unchanged": repr(base) == before,
+        "same": _start_of([model]) == _start_of([other]),
+        "audit": audit(model).table() if case != "stock" else None,
+    }
 
 
 def _then(function, more):

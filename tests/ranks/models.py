@@ -40,11 +40,13 @@ def build_gpt(
     dtype: torch.dtype = torch.float64,
     implementation: str = "local",
     norm_class: type | None = None,
+    spec=None,
     **overrides,
 ):
     """A GPT: ``llama``, ``gpt2``, ``qk-norm`` or ``one-group``.
 
     ``implementation``: Megatron's name for the layers. ``norm_class``: for all norms of local layers.
+    ``spec``: another layer spec.
     ``overrides`` go into the TransformerConfig; ``layernorm_zero_centered_gamma`` brings norms of its own
     to local layers, ``mtp_num_layers`` a multi-token-prediction block.
     """
@@ -78,7 +80,9 @@ def build_gpt(
         **overrides,
     }
     config = TransformerConfig(**settings)
-    if implementation == "transformer_engine":
+    if spec is not None:
+        pass
+    elif implementation == "transformer_engine":
         spec = _transformer_engine_spec(config)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
