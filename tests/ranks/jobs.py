@@ -51,7 +51,7 @@ def train(
         SABOTAGE[sabotage](patches)
     if not plugin:
         # Only what the CPU needs: the run that a plugin-less user would have.
-        from megatron.training import arguments
+        from megatron.training import arguments, initialize
 
         def choose_then(original):
             def validate(args, defaults=None):
@@ -61,6 +61,8 @@ def train(
             return validate
 
         patches.wrap(arguments, "validate_args", choose_then)
+        if hasattr(initialize, "validate_args"):  # up to 0.17
+            patches.set(initialize, "validate_args", arguments.validate_args)
 
     record: dict[str, Any] = {"losses": [], "grad_norms": [], "vectors": {}, "audit": None, "start": {}}
     chunks: list[torch.nn.Module] = []
