@@ -24,11 +24,22 @@ from megatron_scalevec.convert import applied_config, parameter_roles
 from megatron_scalevec.decay import param_decays
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.layers.linear import FoldedLinear
+from megatron_scalevec.pending import pending_config
 from megatron_scalevec.reparam import get_reparameterization
 from megatron_scalevec.vectors import role_of, vector_info, was_added
 from megatron_scalevec.versions import megatron_version
 
-__all__ = ["Audit", "DecayGroup", "Expectation", "Vector", "audit", "expectation"]
+__all__ = [
+    "Audit",
+    "DecayGroup",
+    "Expectation",
+    "Share",
+    "Vector",
+    "audit",
+    "audit_of_records",
+    "expectation",
+    "rank_record",
+]
 
 
 @dataclass(frozen=True)
@@ -220,6 +231,12 @@ def audit(
     """
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     config = config or applied_config(chunks[0])
+    waiting = next(filter(None, map(pending_config, chunks)), None)
+    if waiting is not None:
+        raise ScaleVecError(
+            f"the model's layer spec asks for {waiting.describe()}, and nothing of it was built: that is done "
+            f"at the end of GPTModel's construction, and this is a {type(_unwrap(chunks[0])).__name__}."
+        )
     if config is None or not config.active:
         raise ScaleVecError(
             "there is nothing to audit: the model carries no scale vectors. Apply a strategy before the "
@@ -233,9 +250,9 @@ def audit(
                 f"{built.describe() if built else 'no scale vectors'}, but {config.describe()} was asked "
                 "for: the model is of a kind that the flag does not reach."
             )
-    local = _local_record(chunks, optimizer, config)
-    merged = _merge(_gather_over_pipeline(local))
-    result = _assemble(merged, chunks, config)
+    groups = _groups_of_parameters(chunks, optimizer) if optimizer is not None else None
+    records = _gather_over_pipeline(rank_record(chunks, config, groups))
+    result = audit_of_records(records, config, _unwrap(chunks[0]).config)
     problems = result.problems()
     if problems:
         raise ScaleVecError(
@@ -245,8 +262,21 @@ def audit(
     return result
 
 
-def _local_record(chunks: list[torch.nn.Module], optimizer: Any, config: ScaleVecConfig) -> dict[str, Any]:
-    groups = _groups_of_parameters(chunks, optimizer) if optimizer is not None else None
+def rank_record(
+    chunks: list[torch.nn.Module],
+    config: ScaleVecConfig,
+    groups: dict[int, tuple[float, float]] | None = None,
+) -> dict[str, Any]:
+    """What this rank alone holds, for :func:`audit_of_records`; nothing collective.
+
+    Args:
+        chunks: The rank's model chunks.
+        config: The strategy they were given.
+        groups: ``id`` of every trainable parameter to (weight-decay multiplier, learning rate).
+
+    Raises:
+        ScaleVecError: A vector's decay is not what its class says.
+    """
     vectors, retired, linears, stock, added, retired_numel = [], 0, 0, 0, 0, 0
     for chunk in chunks:
         root = _unwrap(chunk)
@@ -346,10 +376,24 @@ def _merge(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _assemble(merged: dict[str, Any], chunks: list[torch.nn.Module], config: ScaleVecConfig) -> Audit:
+def audit_of_records(
+    records: Iterable[dict[str, Any]],
+    config: ScaleVecConfig,
+    model_config: Any,
+    share: Share | None = None,
+) -> Audit:
+    """The audit of what some ranks hold, without judging it.
+
+    Args:
+        records: From :func:`rank_record`, one per pipeline stage.
+        config: The strategy.
+        model_config: Megatron's ``TransformerConfig``.
+        share: What these ranks are to hold; by default the whole model.
+    """
     from megatron_scalevec import __version__
 
-    expected = expectation(config, _unwrap(chunks[0]).config)
+    merged = _merge(records)
+    expected = expectation(config, model_config, share)
     vectors = tuple(merged["vectors"])
     built = Counter(map(_kind, vectors))
     notes = []
@@ -402,18 +446,46 @@ class Expectation:
     norm_scales_retired: int
 
 
-def expectation(config: ScaleVecConfig, model_config: Any) -> Expectation:
-    """Counts over the whole model: all pipeline stages, MTP layers included.
+@dataclass(frozen=True)
+class Share:
+    """The part of a model that is looked at."""
+
+    layers: int
+    mtp_layers: int
+    final_norm: bool
+
+    @classmethod
+    def whole(cls, model_config: Any) -> Share:
+        """All pipeline stages, by the configuration alone."""
+        mtp = int(getattr(model_config, "mtp_num_layers", None) or 0)
+        # A repeated MTP layer is one layer, used several times.
+        if mtp and getattr(model_config, "mtp_use_repeated_layer", False):
+            mtp = 1
+        return cls(model_config.num_layers, mtp, True)
+
+    @classmethod
+    def held_by(cls, chunks: Iterable[torch.nn.Module]) -> Share:
+        """What Megatron has placed on one rank."""
+        decoders = [_unwrap(chunk).decoder for chunk in chunks]
+        mtp = [getattr(_unwrap(chunk), "mtp", None) for chunk in chunks]
+        return cls(
+            sum(len(decoder.layers) for decoder in decoders),
+            sum(len(block.layers) for block in mtp if block is not None),
+            any(getattr(decoder, "final_layernorm", None) is not None for decoder in decoders),
+        )
+
+
+def expectation(config: ScaleVecConfig, model_config: Any, share: Share | None = None) -> Expectation:
+    """Counts of what a strategy must come to.
 
     Args:
         config: The strategy.
         model_config: Megatron's ``TransformerConfig``.
+        share: The part of the model; by default all of it, MTP layers included.
     """
-    mtp = int(getattr(model_config, "mtp_num_layers", None) or 0)
-    # A repeated MTP layer is one layer, used several times.
-    if mtp and getattr(model_config, "mtp_use_repeated_layer", False):
-        mtp = 1
-    layers = model_config.num_layers + mtp
+    share = share or Share.whole(model_config)
+    mtp = share.mtp_layers
+    layers = share.layers + mtp
     zero_centered = bool(getattr(model_config, "layernorm_zero_centered_gamma", False))
     attention = ["q", "k", "v"]
     if getattr(model_config, "attention_output_gate", False):
@@ -423,7 +495,7 @@ def expectation(config: ScaleVecConfig, model_config: Any) -> Expectation:
     vectors: dict[str, int] = {}
 
     def count(site: str, branch: str, side: str, number: int) -> None:
-        for part in get_reparameterization(config.reparam).parts:
+        for part in get_reparameterization(config.reparam).parts if number else ():
             vectors[f"{site} {branch} {side} {part.suffix}".rstrip()] = number
 
     moves = config.removes_norm_scale or zero_centered
@@ -460,7 +532,7 @@ def expectation(config: ScaleVecConfig, model_config: Any) -> Expectation:
     leaves = config.placement is None or config.reparam != "none" or zero_centered
     for site, branches, number in (
         ("mtp", ("enorm", "hnorm", "final_layernorm"), mtp),
-        ("head", ("logits",), 1),
+        ("head", ("logits",), int(share.final_norm)),
     ):
         if site in config.sites and number:
             retired += number * len(branches) * leaves

@@ -1,4 +1,4 @@
-"""The ``scalevec`` command: ``launch``, ``pretrain``, ``demo``."""
+"""The ``scalevec`` command: ``launch``, ``pretrain``, ``explain``, ``demo``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "launch": "run an unmodified Megatron training script with the --scalevec-* flags understood",
     "pretrain": "pre-train a GPT with Megatron's loop from the wheel; no Megatron checkout needed",
+    "explain": "say what a launch line would build, on any machine, without training",
     "demo": "train a small GPT on this machine under several strategies and compare them",
 }
 
@@ -49,6 +50,11 @@ def _dispatch(arguments: list[str]) -> int:
         from megatron_scalevec.demo import main as demo
 
         return demo(args.rest)
+    if args.command == "explain":
+        from megatron_scalevec.explain import main as explain
+
+        # As given: argparse swallows a leading "--" in some versions of Python.
+        return explain(arguments[arguments.index("explain") + 1 :])
     from megatron_scalevec.integration import launch
 
     if args.rest in (["--help"], ["-h"]) or (args.command == "launch" and not args.rest):

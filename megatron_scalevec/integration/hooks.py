@@ -78,6 +78,9 @@ class Session:
         self.config = asked
         self.called: set[str] = set()
         self.restoring = False
+        # Nothing will run: the arguments are those of another machine, whose files are not looked for.
+        self.describing = False
+        self.cpu_changes: list[str] = []
         self.audit: Any = None
         # What is known without Megatron's own parsing, which a user's loop may not use.
         self.audit_files = [command_line.scalevec_audit] if command_line.scalevec_audit else []
@@ -258,10 +261,14 @@ def _validate(current: Session, original):
             _say(f"the script left out {', '.join(added)}; added to Megatron's arguments")
         _strategy_of_spec(args)
         config = ScaleVecConfig.from_namespace(args)
+        if current.describing:
+            # As they were given, before CPU mode makes something else of them.
+            refuse_unsupported(args, config, current.version)
         if current.cpu:
             _choose_for_cpu(current, args, config)
-        _require_data(args)
-        _require_audit_file(args, config)
+        if not current.describing:
+            _require_data(args)
+            _require_audit_file(args, config)
         # Before Megatron's own validation, whose complaints would send the user in another direction;
         # and after it, when derived values are known and YAML sections are flat.
         refuse_unsupported(args, config, current.version)
@@ -282,7 +289,7 @@ def _choose_for_cpu(current: Session, args: Any, config: ScaleVecConfig) -> None
     from megatron_scalevec import cpu
 
     before = refusals(args, config, current.version)
-    changes = cpu.choose_arguments(args)
+    changes = current.cpu_changes = cpu.choose_arguments(args)
     if changes:
         _say(f"CPU mode changed {len(changes)} arguments: {'; '.join(changes)}")
     after = refusals(args, config, current.version)

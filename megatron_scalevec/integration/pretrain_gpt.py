@@ -114,17 +114,18 @@ def forward_step(data_iterator, model):
     return output, partial(loss_func, batch["loss_mask"])
 
 
-def _tokenizer(args: Any):
+def build_tokenizer(args: Any):
+    """The tokenizer as every version builds it. It sets ``args.padded_vocab_size``."""
     if getattr(args, "legacy_tokenizer", False):
         from megatron.training import get_tokenizer
 
         return get_tokenizer()
     try:
-        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as build
     except ModuleNotFoundError:  # 0.16
-        from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer
+        from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as build
 
-    return build_tokenizer(args)
+    return build(args)
 
 
 def dataset_config(args: Any) -> GPTDatasetConfig:
@@ -141,7 +142,7 @@ def dataset_config(args: Any) -> GPTDatasetConfig:
         "num_dataset_builder_threads": args.num_dataset_builder_threads,
         "path_to_cache": args.data_cache_path,
         "mmap_bin_files": args.mmap_bin_files,
-        "tokenizer": _tokenizer(args),
+        "tokenizer": build_tokenizer(args),
         "reset_position_ids": args.reset_position_ids,
         "reset_attention_mask": args.reset_attention_mask,
         "eod_mask_loss": args.eod_mask_loss,

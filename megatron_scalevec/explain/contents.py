@@ -1,0 +1,203 @@
+"""What an explanation holds, and how it is found on the ranks of a dry run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_scalevec.audit import Audit, Share, audit_of_records, rank_record
+from megatron_scalevec.explain.dry_run import DryRun
+from megatron_scalevec.vectors import was_added
+
+__all__ = ["Explanation", "Parameters", "Tensors", "look_at"]
+
+_NORM_SCALE = re.compile(r"(norm\.weight|layer_norm_weight)$")
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters. ``added`` is net of the norm scales that the strategy retires."""
+
+    stock: int
+    added: int
+    norm_scales: int
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(
+            self.stock + other.stock, self.added + other.added, self.norm_scales + other.norm_scales
+        )
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """All parameters of one name, over the layers of the whole model."""
+
+    name: str
+    tensors: int
+    decays: bool
+    added: bool
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One record of everything; audits are None for a stock model."""
+
+    strategy: str
+    rank: int
+    world_size: int
+    place: dict[str, str]
+    whole_model: Audit | None
+    this_rank: Audit | None
+    parameters: Parameters
+    parameters_on_rank: Parameters
+    weight_decay: tuple[Tensors, ...]
+    notes: tuple[str, ...]
+
+    def problems(self) -> list[str]:
+        """Where what was built differs from what was asked for."""
+        audits = [audit for audit in (self.whole_model, self.this_rank) if audit is not None]
+        return list(dict.fromkeys(problem for audit in audits for problem in audit.problems()))
+
+    def to_json(self) -> str:
+        """The record as JSON, keys in a stable order."""
+        record = {**vars(self), "problems": self.problems()}
+        for key in ("whole_model", "this_rank"):
+            audit = getattr(self, key)
+            record[key] = json.loads(audit.to_json()) if audit is not None else None
+        for key in ("parameters", "parameters_on_rank"):
+            numbers = asdict(getattr(self, key))
+            percent = {f"{name}_percent": percent_of(numbers[name], numbers["stock"]) for name in numbers}
+            record[key] = {**numbers, **{k: v for k, v in percent.items() if k != "stock_percent"}}
+        record["weight_decay"] = [asdict(row) for row in self.weight_decay]
+        return json.dumps(record, indent=2, sort_keys=True)
+
+
+def percent_of(part: int, whole: int) -> float:
+    """Rounded as the documents print it."""
+    return round(100.0 * part / whole, 6) if whole else 0.0
+
+
+def look_at(run: DryRun) -> Explanation:
+    """Build every stage of the rank's pipeline in turn, and the rank itself last."""
+    config = run.session.config
+    run.enter(run.rank)
+    pipeline = run.pipeline()
+    own: dict[str, Any] = {}
+    records, rows, total = [], Counter(), Parameters(0, 0, 0)
+    for rank in [*(r for r in pipeline if r != run.rank), run.rank]:
+        run.enter(rank)
+        chunks = run.build()
+        groups = _decay_groups(run, chunks)
+        record = rank_record(chunks, config, groups) if config.active else None
+        records.append((pipeline.index(rank), record))
+        total += _count(chunks, whole=True)
+        rows.update(_rows(chunks, groups))
+        if rank == run.rank:
+            own = {"chunks": chunks, "record": record, "place": _place(chunks)}
+    model_config = own["chunks"][0].config
+    whole = this_rank = None
+    if config.active:
+        in_order = [record for _, record in sorted(records, key=lambda pair: pair[0])]
+        whole = audit_of_records(in_order, config, model_config)
+        this_rank = audit_of_records([own["record"]], config, model_config, Share.held_by(own["chunks"]))
+    return Explanation(
+        strategy=config.describe(),
+        rank=run.rank,
+        world_size=run.world_size,
+        place=own["place"],
+        whole_model=whole,
+        this_rank=this_rank,
+        parameters=total,
+        parameters_on_rank=_count(own["chunks"], whole=False),
+        weight_decay=tuple(
+            Tensors(name, tensors, decays, added) for (name, decays, added), tensors in sorted(rows.items())
+        ),
+        notes=tuple(run.notes),
+    )
+
+
+def _count(chunks: Iterable[Any], *, whole: bool) -> Parameters:
+    """Parameters of a rank: its own shards, or the whole tensors that they are shards of."""
+    from megatron.core import parallel_state
+
+    shards = parallel_state.get_tensor_model_parallel_world_size() if whole else 1
+    stock = added = norm_scales = 0
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            number = param.numel() * (shards if getattr(param, "tensor_model_parallel", False) else 1)
+            if was_added(param):
+                added += number if param.requires_grad else 0
+                continue
+            # The last pipeline stage holds a copy of tied embeddings.
+            if whole and name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                continue
+            stock += number
+            if param.dim() == 1 and _NORM_SCALE.search(name):
+                norm_scales += number
+                added -= 0 if param.requires_grad else number
+    return Parameters(stock, added, norm_scales)
+
+
+def _decay_groups(run: DryRun, chunks: Iterable[Any]) -> dict[int, tuple[float, float]]:
+    """What Megatron's optimizer would do with each parameter, by its own rules and our hook on them."""
+    from megatron.core.optimizer import combine_param_group_overrides
+    from megatron.training.training import get_megatron_optimizer_config
+
+    config, overrides = get_megatron_optimizer_config(run.args)
+    groups = {}
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            if param.requires_grad:
+                matching = [override for key, override in overrides.items() if key.matches(param, name)]
+                merged = combine_param_group_overrides(matching) if matching else {}
+                groups[id(param)] = (
+                    float(merged.get("wd_mult", 1.0)),
+                    float(merged.get("max_lr", config.lr) or 0.0),
+                )
+    return groups
+
+
+def _rows(chunks: Iterable[Any], groups: dict[int, tuple[float, float]]) -> Counter:
+    rows: Counter = Counter()
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            if id(param) in groups:
+                kind = re.sub(r"\.\d+(?=\.)", ".*", name)
+                rows[kind, groups[id(param)][0] != 0.0, was_added(param)] += 1
+    return rows
+
+
+def _place(chunks: list[Any]) -> dict[str, str]:
+    """Where the present rank stands in every direction of parallelism, and its layers."""
+    from megatron.core import parallel_state as state
+
+    place = {}
+    for name, rank, size in (
+        ("tensor", state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
+        (
+            "pipeline",
+            state.get_pipeline_model_parallel_rank(),
+            state.get_pipeline_model_parallel_world_size(),
+        ),
+        ("context", state.get_context_parallel_rank(), state.get_context_parallel_world_size()),
+        ("data", state.get_data_parallel_rank(), state.get_data_parallel_world_size()),
+    ):
+        place[name] = f"{rank} of {size}"
+    layers = [layer.layer_number for chunk in chunks for layer in chunk.decoder.layers]
+    place["layers"] = _spans(layers)
+    return place
+
+
+def _spans(numbers: list[int]) -> str:
+    """1-4,9-12"""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans) or "none"

@@ -1,0 +1,91 @@
+"""An explanation for people."""
+
+from __future__ import annotations
+
+import io
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_scalevec.explain.contents import Explanation, Parameters
+from megatron_scalevec.support import REFUSALS
+
+__all__ = ["support_as_json", "support_table", "text"]
+
+
+def text(found: Explanation) -> str:
+    """The tables and numbers of an explanation."""
+    place = "; ".join(
+        f"{name} {value}" if name == "layers" else f"{name} rank {value}"
+        for name, value in found.place.items()
+    )
+    parts = [f"asked for: {found.strategy}"]
+    if found.whole_model is not None:
+        parts += ["", "The whole model, as a run prints it at start:", "", found.whole_model.table()]
+    parts += ["", "Parameters", f"  whole model: {_numbers(found.parameters)}"]
+    parts += [f"  rank {found.rank}: {_numbers(found.parameters_on_rank)}"]
+    parts += ["", f"Rank {found.rank} of {found.world_size}: {place}"]
+    if found.this_rank is not None and found.place["pipeline"] != "0 of 1":
+        parts += ["", found.this_rank.table().split("\n  parameters")[0]]
+    parts += ["", _decay_table(found)]
+    parts += [f"note: {note}" for note in found.notes]
+    parts += [f"PROBLEM: {problem}" for problem in found.problems()]
+    return "\n".join(parts)
+
+
+def _numbers(numbers: Parameters) -> str:
+    return (
+        f"{numbers.stock:,} stock, of which norm scales {numbers.norm_scales:,} "
+        f"({_percent(numbers.norm_scales, numbers.stock)}); scale vectors {numbers.added:+,} "
+        f"({_percent(numbers.added, numbers.stock)})"
+    )
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.4f} %" if whole else "-"
+
+
+def _decay_table(found: Explanation) -> str:
+    table = _table("Weight decay of the trained tensors, all layers and stages")
+    table.add_column("parameter", overflow="fold")
+    table.add_column("tensors", justify="right")
+    table.add_column("decay")
+    for row in found.weight_decay:
+        table.add_row(row.name, str(row.tensors), "yes" if row.decays else "no")
+    return _print(table)
+
+
+def support_table() -> str:
+    """What :mod:`megatron_scalevec.support` refuses."""
+    table = _table("Refused together with a strategy", lines=True)
+    for column in ("name", "reason", "way out"):
+        table.add_column(column, overflow="fold")
+    for refusal in REFUSALS:
+        versions = f" (megatron-core {refusal.versions})" if refusal.versions else ""
+        table.add_row(refusal.name, _readable(refusal.reason) + versions, refusal.way_out)
+    return _print(table)
+
+
+def support_as_json() -> str:
+    """The same for programs."""
+    rows = [
+        {"name": r.name, "reason": _readable(r.reason), "way_out": r.way_out, "versions": r.versions or None}
+        for r in REFUSALS
+    ]
+    return json.dumps(rows, indent=2)
+
+
+def _readable(reason: str) -> str:
+    """``--optimizer {optimizer}`` is filled in where a run is refused; here it stands for any value."""
+    return reason.replace("{", "<").replace("}", ">")
+
+
+def _table(title: str, *, lines: bool = False) -> Table:
+    return Table(title=title, title_justify="left", expand=False, show_lines=lines)
+
+
+def _print(table: Table) -> str:
+    out = io.StringIO()
+    Console(file=out, width=110, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
