@@ -38,7 +38,9 @@ __all__ = [
     "audit",
     "audit_of_records",
     "expectation",
+    "is_copy",
     "rank_record",
+    "unsharded_numel",
 ]
 
 
@@ -234,7 +236,7 @@ def audit(
     waiting = next(filter(None, map(pending_config, chunks)), None)
     if waiting is not None:
         raise ScaleVecError(
-            f"the model's layer spec asks for {waiting.describe()}, and nothing of it was built: that is done "
+            f"the model's layer spec asks for {waiting.describe()}, and nothing of it is built: that is done "
             f"at the end of GPTModel's construction, and this is a {type(_unwrap(chunks[0])).__name__}."
         )
     if config is None or not config.active:
@@ -285,9 +287,8 @@ def rank_record(
         for name, param in root.named_parameters():
             if was_added(param):
                 added += param.numel() if param.requires_grad else 0
-            # The last pipeline stage holds a copy of tied embeddings.
-            elif not (name == "output_layer.weight" and root.share_embeddings_and_output_weights):
-                stock += _unsharded_numel(param)
+            elif not is_copy(root, name):
+                stock += unsharded_numel(param)
                 if param.dim() == 1 and not param.requires_grad and name.endswith(_NORM_SCALES):
                     retired += 1
                     retired_numel += param.numel()
@@ -345,12 +346,26 @@ def _global_name(name: str, layer: int | None) -> str:
     return re.sub(r"\blayers\.\d+\b", f"layers.{layer - 1}", name, count=1)
 
 
-def _unsharded_numel(param: torch.nn.Parameter) -> int:
-    """Size over all tensor-parallel ranks. A retired norm scale counts: the stock model trains it."""
+def is_copy(chunk: torch.nn.Module, name: str) -> bool:
+    """Whether another pipeline stage holds the original of a parameter.
+
+    The last stage has its own copy of tied embeddings, and a stage with multi-token prediction one of the
+    embeddings that it looks tokens up in.
+    """
+    if name == "output_layer.weight":
+        return chunk.share_embeddings_and_output_weights
+    return name.startswith("embedding.") and not chunk.pre_process
+
+
+def unsharded_numel(param: torch.nn.Parameter) -> int:
+    """Size over all tensor- and expert-parallel ranks. A retired norm scale counts: stock trains it."""
     from megatron.core import parallel_state
 
     sharded = getattr(param, "tensor_model_parallel", False)
-    return param.numel() * (parallel_state.get_tensor_model_parallel_world_size() if sharded else 1)
+    if getattr(param, "allreduce", True):
+        return param.numel() * (parallel_state.get_tensor_model_parallel_world_size() if sharded else 1)
+    shards = parallel_state.get_expert_tensor_parallel_world_size() if sharded else 1
+    return param.numel() * shards * parallel_state.get_expert_model_parallel_world_size()
 
 
 def _gather_over_pipeline(record: dict[str, Any]) -> list[dict[str, Any]]:

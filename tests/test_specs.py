@@ -17,7 +17,7 @@ from ranks.pool import RankFailure
         ),
         ("tp2", "unified", ["spec", "call", "plain spec"]),
         ("serial", "unified-foldable", ["spec", "plain spec"]),
-        ("pp2-vpp", "unified", ["plain spec"]),
+        ("pp2-vpp", "unified-foldable", ["plain spec"]),
     ],
 )
 def test_the_doors_are_one(ranks, layout, strategy, doors):

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_scalevec.audit import Audit, Share, audit_of_records, rank_record
+from megatron_scalevec.audit import Audit, Share, audit_of_records, is_copy, rank_record, unsharded_numel
 from megatron_scalevec.explain.dry_run import DryRun
 from megatron_scalevec.vectors import was_added
 
@@ -122,18 +122,14 @@ def look_at(run: DryRun) -> Explanation:
 
 def _count(chunks: Iterable[Any], *, whole: bool) -> Parameters:
     """Parameters of a rank: its own shards, or the whole tensors that they are shards of."""
-    from megatron.core import parallel_state
-
-    shards = parallel_state.get_tensor_model_parallel_world_size() if whole else 1
     stock = added = norm_scales = 0
     for chunk in chunks:
         for name, param in chunk.named_parameters():
-            number = param.numel() * (shards if getattr(param, "tensor_model_parallel", False) else 1)
+            if whole and is_copy(chunk, name):
+                continue
+            number = unsharded_numel(param) if whole else param.numel()
             if was_added(param):
                 added += number if param.requires_grad else 0
-                continue
-            # The last pipeline stage holds a copy of tied embeddings.
-            if whole and name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 continue
             stock += number
             if param.dim() == 1 and _NORM_SCALE.search(name):

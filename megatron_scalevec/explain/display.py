@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_scalevec.explain.contents import Explanation, Parameters
 from megatron_scalevec.support import REFUSALS
+
+if TYPE_CHECKING:  # imports Megatron
+    from megatron_scalevec.explain.contents import Explanation, Parameters
 
 __all__ = ["support_as_json", "support_table", "text"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import math
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -92,9 +92,13 @@ def quietly() -> Iterator[None]:
     Raises:
         ScaleVecError: In place of whatever Megatron raises.
     """
-    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        # A real file: some imports ask for its descriptor.
+        with (
+            tempfile.TemporaryFile("w") as printed,
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
+        ):
             yield
     except ScaleVecError:
         raise
@@ -155,8 +159,8 @@ def read_arguments(
     os.environ["WORLD_SIZE"] = str(args.world_size)
     validate = yaml_arguments.validate_yaml if args.yaml_cfg is not None else arguments.validate_args
     args = validate(args, dict(_DEFAULTS)) or args
-    # Made for training on real ranks; here they cost time and memory.
-    for name in ("use_gloo_process_groups", "enable_gloo_process_groups", "perform_initialization"):
+    # There is nobody to make them with.
+    for name in ("use_gloo_process_groups", "enable_gloo_process_groups"):
         if hasattr(args, name):
             setattr(args, name, False)
     set_args(args)
