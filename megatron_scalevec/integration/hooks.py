@@ -351,7 +351,7 @@ def _require_audit_file(args: Any, config: ScaleVecConfig) -> None:
     path = getattr(args, "scalevec_audit", None)
     if path is None:
         return
-    if not config.active:
+    if not config.active and not getattr(args, "spec", None):  # a spec may bring a strategy
         raise ScaleVecError(
             f"--scalevec-audit {path} has nothing to say about a stock model; add --scalevec-strategy, for "
             "example hg, or drop it."

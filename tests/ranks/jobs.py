@@ -935,3 +935,16 @@ def fold_by_hand(config: dict[str, Any], overrides: dict[str, Any], drop: bool =
                     other.bias.copy_(gamma * module.bias)
         tokens = torch.arange(SIZES["sequence"])[None]
         return _difference(model(tokens, tokens, None), stock(tokens, tokens, None))
+
+
+def explain_line(arguments: list[str], of: int | None = None, **options: Any) -> dict[str, Any]:
+    """What ``scalevec explain`` finds, or its sentence."""
+    from megatron_scalevec import ScaleVecError
+    from megatron_scalevec.explain import explain
+    from megatron_scalevec.explain.display import text
+
+    try:
+        found = explain(arguments, world_size=of, **options)
+    except ScaleVecError as error:
+        return {"error": str(error)}
+    return {"error": None, "text": text(found), **json.loads(found.to_json())}
