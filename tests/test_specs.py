@@ -89,8 +89,6 @@ def test_what_cannot_be_is_said_in_one_sentence(ranks, case, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--spec", "megatron_scalevec.specs", "hg", "--scalevec-strategy", "dp"], "drop one of the two"),
-        (["--spec", "ranks.own_specs", "layer", "--scalevec-strategy", "hg"], "drop one of the two"),
         (["--spec", "megatron_scalevec.specs", "post-qkv"], "Did you mean 'post_qkv'"),
         (
             [
@@ -108,12 +106,18 @@ def test_what_cannot_be_is_said_in_one_sentence(ranks, case, message):
 )
 @pytest.mark.parametrize("plugin", [True, False], ids=["launcher", "plain"])
 def test_a_spec_that_cannot_be_stops_the_run(ranks, arguments, message, plugin):
-    if not plugin and "--scalevec-strategy" in arguments:
-        pytest.skip("Megatron alone does not know the flag")
     with pytest.raises(RankFailure) as caught:
         ranks.run("train", argv=tiny_gpt("llama", *arguments), plugin=plugin)
     assert message in " ".join(str(caught.value).split())
     assert "ScaleVecError" in str(caught.value)
+
+
+@pytest.mark.needs_training
+@pytest.mark.parametrize("spec", [["megatron_scalevec.specs", "dp"], ["ranks.own_specs", "layer"]])
+def test_a_spec_and_a_flag_that_differ_stop_the_run(ranks, spec):
+    argv = tiny_gpt("llama", "--spec", *spec, "--scalevec-strategy", "hg")
+    with pytest.raises(RankFailure, match="drop one of the two"):
+        ranks.run("train", argv=argv)
 
 
 @pytest.mark.needs_training
