@@ -272,3 +272,23 @@ def gpu_check_on_the_cpu(implementation: str, precision: str, broken: bool = Fal
         row = gpu_check.time_steps(implementation, "unified", device="cpu", **tiny)
         lines.append(gpu_check.describe_times(row))
     return {"right": [row["right"] for row in rows], "lines": lines}
+
+
+def spec_and_call(strategy: str) -> bool:
+    """Whether a layer spec and the call build the same model of TransformerEngine's layers."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from ranks.models import initialize_parallel
+
+    from megatron_scalevec import ScaleVecConfig
+    from megatron_scalevec.specs import scalevec_layer_spec
+
+    initialize_parallel()
+    base = get_gpt_layer_with_transformer_engine_spec()
+    base.submodules.self_attention.submodules.core_attention = DotProductAttention
+    torch.manual_seed(7)
+    called = _build(dtype=torch.float32, spec=base)
+    _convert(called, strategy=strategy)
+    torch.manual_seed(7)
+    built = _build(dtype=torch.float32, spec=scalevec_layer_spec(base, ScaleVecConfig(strategy=strategy)))
+    return jobs._start_of([built]) == jobs._start_of([called])

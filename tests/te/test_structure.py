@@ -85,3 +85,8 @@ def test_what_cannot_carry_vectors_says_so(te_ranks, case, message):
 
 def test_classes_are_found_by_name(te_ranks):
     assert te_ranks.run("classes_by_name") == [True]
+
+
+@pytest.mark.parametrize("strategy", ["hg", "unified"])
+def test_a_layer_spec_builds_what_the_call_builds(te_ranks, strategy):
+    assert te_ranks.run("spec_and_call", strategy=strategy) == [True]
