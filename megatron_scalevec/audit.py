@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron_scalevec.config import ScaleVecConfig
-from megatron_scalevec.convert import applied_config, parameter_roles
+from megatron_scalevec.convert import applied_config, branches_at, parameter_roles
 from megatron_scalevec.decay import param_decays
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.layers.linear import FoldedLinear
@@ -256,6 +256,10 @@ def audit(
     records = _gather_over_pipeline(rank_record(chunks, config, groups))
     result = audit_of_records(records, config, _unwrap(chunks[0]).config)
     problems = result.problems()
+    if not result.vectors and not result.norm_scales_retired:
+        problems.append(
+            f"the model has nothing at the sites {', '.join(config.sites)}, so nothing would change"
+        )
     if problems:
         raise ScaleVecError(
             f"--scalevec-strategy {config.strategy} was not built everywhere: {'; '.join(problems)}. "
@@ -413,7 +417,8 @@ def audit_of_records(
     built = Counter(map(_kind, vectors))
     notes = []
     if config.placement == "dual-norm":
-        notes.append("dual-norm: q, k and v are normalized per head; gate and up have no heads and get dual")
+        normalized = [branch for branch in ("q", "k", "v") if branch not in config.branches_off]
+        notes.append(f"dual-norm: {', '.join(normalized)} are normalized per head; everything else gets dual")
     if config.branches_off:
         notes.append(f"without scale vectors: {', '.join(config.branches_off)}")
     return Audit(
@@ -502,10 +507,7 @@ def expectation(config: ScaleVecConfig, model_config: Any, share: Share | None =
     mtp = share.mtp_layers
     layers = share.layers + mtp
     zero_centered = bool(getattr(model_config, "layernorm_zero_centered_gamma", False))
-    attention = ["q", "k", "v"]
-    if getattr(model_config, "attention_output_gate", False):
-        attention.insert(1, "output_gate")
-    mlp = ["gate", "up"] if model_config.gated_linear_unit else ["up"]
+    branches_of = branches_at(config, model_config)
     shared = config.branches == "shared"
     vectors: dict[str, int] = {}
 
@@ -515,8 +517,8 @@ def expectation(config: ScaleVecConfig, model_config: Any, share: Share | None =
 
     moves = config.removes_norm_scale or zero_centered
     linears = 0
-    for site, all_branches in (("attention", attention), ("mlp", mlp)):
-        if site not in config.sites or config.placement is None:
+    for site, all_branches in branches_of.items():
+        if site == "projections" or config.placement is None:
             continue
         branches = [branch for branch in all_branches if branch not in config.branches_off]
         if config.has_input_scales:
@@ -530,8 +532,8 @@ def expectation(config: ScaleVecConfig, model_config: Any, share: Share | None =
         in_on_linear = config.has_input_scales and (moves if shared else bool(branches))
         if in_on_linear or (config.has_output_scales and out_on_linear):
             linears += layers
-    if "projections" in config.sites and config.placement is not None:
-        for branch in ("o", "down"):
+    if config.placement is not None:
+        for branch in branches_of.get("projections", ()):
             if branch in config.branches_off:
                 continue
             linears += layers
@@ -544,7 +546,7 @@ def expectation(config: ScaleVecConfig, model_config: Any, share: Share | None =
         sites = len({"attention", "mlp"} & set(config.sites))
         retired += layers * sites * moves
     # The head's norm keeps its scale unless it is removed, or moves into another form.
-    leaves = config.placement is None or config.reparam != "none" or zero_centered
+    leaves = config.placement is None or not config.plain or zero_centered
     for site, branches, number in (
         ("mtp", ("enorm", "hnorm", "final_layernorm"), mtp),
         ("head", ("logits",), int(share.final_norm)),

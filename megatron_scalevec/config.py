@@ -224,11 +224,35 @@ class ScaleVecConfig:
                 f"--scalevec-decay-v-norm has no effect with --scalevec-placement {self.placement}: only "
                 "dual-norm has a norm on v; drop the flag."
             )
-        if "vector_dtype" in given and self.active and not self.owns_vectors:
+        if "vector_dtype" in given and self.placement is None:
             raise ScaleVecError(
-                f"--scalevec-vector-dtype has no effect with --scalevec-strategy {self.strategy}, whose "
-                "scales are the norms' own parameters; drop the flag."
+                f"--scalevec-vector-dtype has no effect with --scalevec-strategy {self.strategy}, "
+                "which leaves no scale vectors; drop the flag."
             )
+        normalized = {"q", "k", "v"} - set(self.branches_off)
+        if self.placement == "dual-norm" and ("attention" not in self.sites or not normalized):
+            raise ScaleVecError(
+                "--scalevec-placement dual-norm has its norms on q, k and v, and --scalevec-sites or "
+                "--scalevec-branches-off leave none of them: use --scalevec-placement dual."
+            )
+        if "decay_v_norm" in given and "v" in self.branches_off:
+            raise ScaleVecError(
+                "--scalevec-decay-v-norm has no effect with --scalevec-branches-off v; drop one of the two."
+            )
+        for role, needed in {
+            "output": self.placement == "dual-norm",
+            "direction": self.reparam == "unit",
+        }.items():
+            if role in self.lr_multipliers and not needed:
+                raise ScaleVecError(
+                    f"--scalevec-lr-mult {role}=... has no effect here: "
+                    + (
+                        "the class 'output' holds the scales of q and k norms, which dual-norm placement "
+                        "brings; γ_out on a linear is of class 'input'."
+                        if role == "output"
+                        else "only --scalevec-reparam unit has directions."
+                    )
+                )
 
     def _refuse_unbuilt(self, what: str, value: str) -> None:
         if value not in _NOT_YET.get(what, ()):
@@ -319,7 +343,7 @@ class ScaleVecConfig:
             if not equals or not 0 < multipliers[role.strip()] < float("inf"):
                 raise ScaleVecError(
                     f"--scalevec-lr-mult {item!r}: give ROLE=FACTOR with a positive factor, for example "
-                    "input=2,output=0.5."
+                    "input=2."
                 )
         changed = {role: multipliers[role] for role in LR_ROLES if multipliers.get(role, 1.0) != 1.0}
         return ",".join(f"{role}={factor:g}" for role, factor in changed.items()) or None
@@ -348,7 +372,13 @@ class ScaleVecConfig:
     @property
     def owns_vectors(self) -> bool:
         """Whether parameters are added; otherwise all scales are the norms' own or none."""
-        return self.placement is not None and (self.removes_norm_scale or self.has_output_scales)
+        own = self.removes_norm_scale or self.has_output_scales or "projections" in self.sites
+        return self.placement is not None and own
+
+    @property
+    def plain(self) -> bool:
+        """Whether a norm's own parameter, as it stands, can be the scale vector."""
+        return self.reparam == "none" and self.vector_dtype == "model"
 
     @property
     def removes_norm_scale(self) -> bool:
@@ -357,7 +387,7 @@ class ScaleVecConfig:
         True for the ablation that removes it and where the linears carry what takes its place. A shared
         γ in its plain form stays in the norm; in another form it moves to the linear like any other.
         """
-        stays = self.has_input_scales and self.branches == "shared" and self.reparam == "none"
+        stays = self.has_input_scales and self.branches == "shared" and self.plain
         return self.active and not stays
 
     @classmethod

@@ -28,9 +28,15 @@ from megatron_scalevec.layers.attention import ScaleVecSelfAttention
 from megatron_scalevec.layers.linear import SHARED, leaf_class, unsharded_sizes
 from megatron_scalevec.layers.norm import NormHandle, head_norm, retire, scale_norm
 from megatron_scalevec.pending import released
-from megatron_scalevec.vectors import VectorInfo, mark_added, role_of, set_role
+from megatron_scalevec.vectors import VectorInfo, role_of, set_role
 
-__all__ = ["applied_config", "apply_scale_vectors", "parameter_roles"]
+__all__ = [
+    "applied_config",
+    "apply_scale_vectors",
+    "branches_at",
+    "parameter_roles",
+    "refuse_unknown_branches",
+]
 
 _APPLIED_ATTRIBUTE = "scalevec_config"
 _BORROWED_FLAG = "scalevec_set_qk_layernorm"
@@ -103,6 +109,9 @@ def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
 
 
 def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
+    if getattr(model.config, _BORROWED_FLAG, False):
+        _without_borrowed_norms(model)
+    refuse_unknown_branches(config, model.config)
     sites = list(_find_sites(model, config))
     for site in sites:
         if site.asked_for:
@@ -118,6 +127,42 @@ def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
         if param.requires_grad and role_of(param) is None:
             set_role(param, role)
     setattr(model, _APPLIED_ATTRIBUTE, config)
+
+
+def _without_borrowed_norms(model: GPTModel) -> None:
+    """Take away the q/k norms that Megatron has built because an earlier model chunk set the flag for its
+    own: the stock model has none."""
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module.q_layernorm = module.k_layernorm = None
+
+
+def refuse_unknown_branches(config: ScaleVecConfig, model_config) -> None:
+    """Refuse to leave out branches that the model does not have at the sites that were asked for.
+
+    Raises:
+        ScaleVecError: One of ``branches_off`` is none of the model's.
+    """
+    known = [name for names in branches_at(config, model_config).values() for name in names]
+    unknown = [name for name in config.branches_off if name not in known]
+    if unknown:
+        raise ScaleVecError(
+            f"--scalevec-branches-off {','.join(unknown)}: this model has no such branch at the sites "
+            f"{', '.join(config.sites)}; its branches there are {', '.join(known)}."
+        )
+
+
+def branches_at(config: ScaleVecConfig, model_config) -> dict[str, list[str]]:
+    """Branches of a model's linears at the sites of a strategy, in the order of their rows."""
+    attention = ["q", "k", "v"]
+    if getattr(model_config, "attention_output_gate", False):
+        attention.insert(1, "output_gate")
+    branches = {
+        "attention": attention,
+        "mlp": ["gate", "up"] if model_config.gated_linear_unit else ["up"],
+        "projections": ["o", "down"],
+    }
+    return {site: names for site, names in branches.items() if site in config.sites}
 
 
 # --- finding ------------------------------------------------------------------------------------------
@@ -324,11 +369,11 @@ def _convert_norm_site(site: _NormSite, config: ScaleVecConfig, model_config) ->
 def _own_or_kept(norm, info: VectorInfo, role, config: ScaleVecConfig, model_config, tp_group=None):
     """Keep a norm's own parameter as the scale vector where it is one as it stands.
 
-    It is not where the vector is stored in another form, where Megatron stores γ − 1 and decay would pull
-    γ toward one, or where its gradient needs a sum that Megatron does not make.
+    It is not where the vector is stored in another form or dtype, where Megatron stores γ − 1 and decay
+    would pull γ toward one, or where its gradient needs a sum that Megatron does not make.
     """
     decays_off_centre = _zero_centered(model_config) and role == "input"
-    if config.reparam == "none" and not decays_off_centre and tp_group is None:
+    if config.plain and not decays_off_centre and tp_group is None:
         set_role(norm.weight, role, info)
         return
     scale_norm(
@@ -399,10 +444,6 @@ def _normalize_heads(site: _LinearSite, branches: list[str], config: ScaleVecCon
             if norm is None or isinstance(norm, IdentityOp):
                 norm = head_norm(site.norm, model_config, bias=True)
                 setattr(attention, slot, norm)
-            elif getattr(model_config, _BORROWED_FLAG, False):
-                # Built by Megatron only because an earlier model chunk has set the flag below.
-                for param in norm.parameters():
-                    mark_added(param)
             for name, param in norm.named_parameters(recurse=False):
                 if name == "bias":
                     set_role(param, "bias")

@@ -44,6 +44,7 @@ ROLES: tuple[str, ...] = get_args(Role)
 _ROLE_ATTRIBUTE = "scalevec_role"
 _INFO_ATTRIBUTE = "scalevec_info"
 _ADDED_ATTRIBUTE = "scalevec_added"
+_KEPT_ATTRIBUTE = "scalevec_keeps_dtype"
 _KINDS_ATTRIBUTE = "scalevec_reparameterizations"
 
 
@@ -79,7 +80,7 @@ def add_vector(
         info: What the vector scales; ``reparam`` names how it is stored.
         role: Its weight-decay role; a direction part gets ``direction`` instead.
         like: The parameter whose device, dtype and data-parallel group the vector shares.
-        dtype: Storage dtype where it differs from ``like``'s.
+        dtype: Storage dtype that stays whatever the model is cast to; None for ``like``'s, now and later.
 
     The attributes are those Megatron reads: not sharded over tensor-parallel ranks, hence counted once
     in the gradient norm and saved as replicated; reduced over the same data-parallel group as ``like``.
@@ -102,6 +103,8 @@ def add_vector(
         )
         set_role(parameter, "direction" if part.direction else role, own)
         mark_added(parameter)
+        if dtype is not None:
+            setattr(parameter, _KEPT_ATTRIBUTE, True)
         owner.register_parameter(full_name, parameter)
 
 
@@ -126,14 +129,15 @@ def _part_name(name: str, suffix: str) -> str:
 
 
 def keep_dtype(owner: torch.nn.Module, convert) -> None:
-    """Run ``convert`` (a ``Module._apply``), and give float32 vectors on the module their values back.
+    """Run ``convert`` (a ``Module._apply``), and give vectors that were made with a dtype of their own on the
+    module their values back.
 
     Megatron casts whole models to bf16 or fp16 after they are built.
     """
     kept = {
         name: parameter.detach().clone()
         for name, parameter in owner.named_parameters(recurse=False)
-        if was_added(parameter) and parameter.dtype == torch.float32
+        if getattr(parameter, _KEPT_ATTRIBUTE, False)
     }
     convert()
     for name, value in kept.items():

@@ -68,9 +68,9 @@ def test_strategies_on_other_models(ranks, kind):
         {"sites": ("mlp", "head")},
         {"placement": "output", "sites": ("attention",)},
         {"placement": "dual", "sites": ("attention", "mlp", "projections"), "reparam": "unit"},
-        {"placement": "dual-norm", "sites": ("projections",)},
+        {"placement": "dual-norm", "sites": ("attention", "projections")},
         {"placement": "dual", "branches_off": ("v", "up")},
-        {"placement": "dual-norm", "branches_off": ("q", "gate")},
+        {"placement": "dual-norm", "branches_off": ("q",)},
         {"placement": "dual-norm", "decay_v_norm": "output", "vector_dtype": "fp32"},
     ],
     ids=str,
@@ -166,6 +166,37 @@ def test_what_cannot_be_converted_is_left_as_it_was(ranks, case, message):
     [found] = ranks.run("convert_refused", case=case)
     assert re.search(message, found["error"])
     assert found["unchanged"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"branches_off": "output_gate"},
+            "no such branch at the sites.*branches there are q, k, v, gate, up",
+        ),
+        ({"branches_off": "gate,o"}, "--scalevec-branches-off o: this model has no such branch"),
+        ({"branches_off": "q", "sites": "mlp"}, "--scalevec-branches-off q"),
+    ],
+    ids=str,
+)
+def test_branches_that_the_model_does_not_have_are_refused(ranks, config, message):
+    [found] = ranks.run("convert_refused", case="nothing", config={"strategy": "hg", **config})
+    assert re.search(message, found["error"])
+    assert found["unchanged"]
+
+
+def test_a_strategy_that_finds_nothing_is_refused(ranks):
+    [found] = ranks.run("audit_broken", breakage="nothing-there")
+    assert "nothing at the sites mtp, so nothing would change" in found["error"]
+
+
+@pytest.mark.parametrize("strategy", ["iwd", "hg", "dnp", "unified"])
+@pytest.mark.parametrize("vector_dtype", ["model", "fp32"])
+def test_vectors_have_the_dtype_that_was_asked_for(ranks, strategy, vector_dtype):
+    """After Megatron has cast the model, in linears and in norms."""
+    [found] = ranks.run("dtypes", config={"strategy": strategy, "vector_dtype": vector_dtype})
+    assert found == {"float32" if vector_dtype == "fp32" else "bfloat16"}
 
 
 @pytest.mark.parametrize(

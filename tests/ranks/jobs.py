@@ -468,7 +468,7 @@ def convert_trained(config: dict[str, Any], kind: str = "llama") -> dict[str, An
     }
 
 
-def convert_refused(case: str) -> dict[str, Any]:
+def convert_refused(case: str, config: dict[str, Any] | None = None) -> dict[str, Any]:
     """Ask for the impossible and look at the model afterwards."""
     from megatron_scalevec import ScaleVecConfig, ScaleVecError, apply_scale_vectors
     from ranks.models import build_gpt, initialize_parallel
@@ -494,7 +494,7 @@ def convert_refused(case: str) -> dict[str, Any]:
         model.decoder.extra = torch.nn.Parameter(torch.ones(3))
     state = _state(model)
     try:
-        apply_scale_vectors(model, ScaleVecConfig(strategy="hg"))
+        apply_scale_vectors(model, ScaleVecConfig(**(config or {"strategy": "hg"})))
     except ScaleVecError as error:
         return {"error": str(error), "unchanged": _same(state, _state(model))}
     return {"error": "", "unchanged": False}
@@ -514,7 +514,8 @@ def audit_broken(breakage: str | None) -> dict[str, Any]:
 
     initialize_parallel()
     model = build_gpt("llama", torch.float32)
-    config = ScaleVecConfig(strategy="hg")
+    sites = ("mtp",) if breakage == "nothing-there" else None
+    config = ScaleVecConfig(strategy="hg", sites=sites)
     apply_scale_vectors(model, config)
     optimizer_config = OptimizerConfig(lr=0.1, weight_decay=0.1, optimizer="adam")
     overrides = standard(optimizer_config)
@@ -805,12 +806,12 @@ def _ulps(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(((a - b).abs() / 2.0 ** (exponent - 7)).max())
 
 
-def _converted(config: dict[str, Any]) -> torch.nn.Module:
+def _converted(config: dict[str, Any], dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
     from ranks.models import build_gpt, initialize_parallel
 
     initialize_parallel()
-    model = build_gpt("llama")
+    model = build_gpt("llama", dtype)
     apply_scale_vectors(model, ScaleVecConfig(**config))
     return model
 
@@ -948,3 +949,13 @@ def explain_line(arguments: list[str], of: int | None = None, **options: Any) ->
     except ScaleVecError as error:
         return {"error": str(error)}
     return {"error": None, "text": text(found), **json.loads(found.to_json())}
+
+
+def dtypes(config: dict[str, Any]) -> set[str]:
+    """Dtypes of all scale vectors of a float32 model that Megatron has cast to bf16."""
+    from megatron_scalevec.vectors import vector_info
+
+    model = _converted(config, torch.float32).bfloat16()
+    vectors = [param for param in model.parameters() if vector_info(param) is not None]
+    assert vectors and next(model.decoder.layers[0].mlp.parameters()).dtype is torch.bfloat16
+    return {str(param.dtype).removeprefix("torch.") for param in vectors}

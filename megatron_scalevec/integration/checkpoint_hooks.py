@@ -1,0 +1,73 @@
+"""Hooks on loading: a checkpoint knows its strategy.
+
+Each function takes the session and Megatron's own function, and returns what stands in its place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_scalevec.config import ScaleVecConfig
+from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.integration.arguments import MODEL_FLAGS
+from megatron_scalevec.integration.session import Session
+
+__all__ = ["base_checkpoint", "load_args"]
+
+
+def load_args(current: Session, original):
+    def load_args_from_checkpoint(args, *rest, **kwargs):
+        current.restoring = True
+        try:
+            return original(args, *rest, **kwargs)
+        finally:
+            current.restoring = False
+
+    return load_args_from_checkpoint
+
+
+def base_checkpoint(current: Session, original):
+    def _load_base_checkpoint(load_dir, args, *rest, **kwargs):
+        result = original(load_dir, args, *rest, **kwargs)
+        state = result[0] if result else None
+        saved = state.get("args") if isinstance(state, dict) else None
+        if saved is not None:
+            if current.restoring:
+                _restore(args, saved)
+            else:
+                _require_same(current.config, saved, load_dir)
+        return result
+
+    return _load_base_checkpoint
+
+
+def _restore(args: Any, saved: Any) -> None:
+    """``--use-checkpoint-args``: what the command line leaves open comes from the checkpoint.
+
+    All or nothing: a component of the checkpoint next to a strategy of the command line would be a
+    strategy that neither asked for.
+    """
+    keys = [f"scalevec_{name}" for name in MODEL_FLAGS]
+    if all(getattr(args, key, None) is None for key in keys):
+        for key in keys:
+            setattr(args, key, getattr(saved, key, None))
+
+
+def _require_same(config: ScaleVecConfig, saved: Any, load_dir: str) -> None:
+    was = ScaleVecConfig.from_namespace(saved)
+    if was != config:
+        flags = " ".join(_flags_of(saved)) or "no --scalevec-* flag"
+        raise ScaleVecError(
+            f"the checkpoint in {load_dir} was trained with {was.describe()}, and this run asks for "
+            f"{config.describe()}: give the checkpoint's strategy ({flags}, or --use-checkpoint-args), or "
+            "start without --load."
+        )
+
+
+def _flags_of(saved: Any) -> list[str]:
+    found = []
+    for name in MODEL_FLAGS:
+        value = getattr(saved, f"scalevec_{name}", None)
+        if value is not None:
+            found.append(f"--scalevec-{name.replace('_', '-')} {value}")
+    return found

@@ -1,0 +1,96 @@
+"""Hooks on building the model and its optimizer, and the audit where the two meet.
+
+Each function takes the session and Megatron's own function, and returns what stands in its place.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.integration.session import Session, say
+
+__all__ = ["gpt_model", "optimizer", "overrides", "setup"]
+
+
+def gpt_model(current: Session, original):
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if current.config.active:
+            from megatron_scalevec.convert import applied_config, apply_scale_vectors
+
+            # A layer spec may have brought the same strategy.
+            if applied_config(self) != current.config:
+                apply_scale_vectors(self, current.config)
+
+    return init
+
+
+def overrides(current: Session, original):
+    def get_standard_config_overrides(config):
+        from megatron_scalevec.decay import with_decaying_vectors, with_learning_rates
+
+        overrides = original(config)
+        if not current.config.active:
+            return overrides
+        overrides = with_decaying_vectors(overrides, current.config.weight_decay)
+        return with_learning_rates(overrides, current.config.lr_multipliers, config)
+
+    return get_standard_config_overrides
+
+
+def optimizer(current: Session, original):
+    """Where model and optimizer meet, in Megatron's loop and in loops of a user's own."""
+
+    def get_megatron_optimizer(config, model_chunks, *args, **kwargs):
+        optimizer = original(config, model_chunks, *args, **kwargs)
+        if current.config.active:
+            _audit(current, model_chunks, optimizer)
+        return optimizer
+
+    return get_megatron_optimizer
+
+
+def setup(current: Session, original):
+    """For runs without an optimizer: evaluation."""
+
+    def setup_model_and_optimizer(*args, **kwargs):
+        model, optimizer, scheduler = original(*args, **kwargs)
+        if current.config.active and current.audit is None:
+            _audit(current, model, optimizer)
+        elif not current.config.active:
+            _remove_stale_audit(current)
+        return model, optimizer, scheduler
+
+    return setup_model_and_optimizer
+
+
+def _audit(current: Session, model: Any, optimizer: Any) -> None:
+    import torch
+
+    from megatron_scalevec.audit import audit
+
+    missing = current.never_called()
+    if missing:
+        where = ", ".join(missing)
+        raise ScaleVecError(
+            f"--scalevec-strategy {current.config.strategy}: the hook on {where} did not take part in "
+            f"building the model (megatron-core {current.version}), so the strategy cannot be in it; the "
+            "run was stopped before training."
+        )
+    current.audit = audit(model, optimizer, config=current.config)
+    if torch.distributed.get_rank() == 0:
+        print(current.audit.table(), flush=True)
+        for file in current.audit_files:
+            current.audit.write(file)
+
+
+def _remove_stale_audit(current: Session) -> None:
+    """A stock run about to save where an earlier run's audit lies, its checkpoints gone or not ours."""
+    import torch
+
+    for file in current.audit_files:
+        if torch.distributed.get_rank() == 0 and os.path.exists(file):
+            os.remove(file)
+            say(f"removed {file}: it spoke of an earlier run, and this one is stock")
