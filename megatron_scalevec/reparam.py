@@ -125,12 +125,14 @@ class Unit(Reparameterization):
         return parts["magnitude"] * (v / rms)
 
     def decompose(self, gamma):
+        # Without looking at values: models are also built on the meta device.
         largest = gamma.abs().max()
-        if largest == 0:
-            return {"magnitude": gamma.new_zeros(1), "direction": torch.ones_like(gamma)}
-        scaled = gamma / largest
+        one = torch.ones_like(largest)
+        scaled = gamma / torch.where(largest > 0, largest, one)
         rms = scaled.square().mean().sqrt()
-        return {"magnitude": (largest * rms).reshape(1), "direction": scaled / rms}
+        even = torch.ones_like(gamma)
+        direction = torch.where(largest > 0, scaled / torch.where(largest > 0, rms, one), even)
+        return {"magnitude": (largest * rms).reshape(1), "direction": direction}
 
 
 register(Plain())

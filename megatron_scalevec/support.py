@@ -208,6 +208,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop that flag, or use --scalevec-placement dual",
     ),
     Refusal(
+        "float32-vectors",
+        lambda args, config: (
+            config.vector_dtype == "fp32"
+            and bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))
+            and not getattr(args, "use_distributed_optimizer", False)
+        ),
+        "--scalevec-vector-dtype fp32 in a bf16 or fp16 run needs the distributed optimizer: Megatron's "
+        "plain one cannot save a parameter group of two dtypes",
+        "add --use-distributed-optimizer, or drop --scalevec-vector-dtype",
+    ),
+    Refusal(
         "learning-rates-on-resume",
         lambda _, config: bool(config.lr_mult),
         "--scalevec-lr-mult needs megatron-core 0.19: before, two parameter groups that differ in their "

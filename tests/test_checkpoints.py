@@ -78,3 +78,32 @@ def test_a_stock_checkpoint_does_not_start_a_strategy_by_accident(ranks, tmp_pat
     ranks.run("train", argv=argv)
     with pytest.raises(RankFailure, match="was trained with stock"):
         ranks.run("train", argv=tiny_gpt("llama", "--load", str(tmp_path), "--scalevec-strategy", "hg"))
+
+
+DISTRIBUTED = ["--use-distributed-optimizer"]
+RESHARDABLE = [*DISTRIBUTED, "--dist-ckpt-optim-fully-reshardable"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "flags"),
+    [
+        (["--bf16"], [], ["--scalevec-strategy", "unified"]),
+        (["--bf16"], DISTRIBUTED, ["--scalevec-strategy", "unified", "--scalevec-reparam", "unit"]),
+        (["--bf16"], RESHARDABLE, ["--scalevec-strategy", "unified"]),
+        (["--bf16"], DISTRIBUTED, ["--scalevec-strategy", "unified", "--scalevec-vector-dtype", "fp32"]),
+        (["--bf16"], RESHARDABLE, ["--scalevec-strategy", "dnp", "--scalevec-vector-dtype", "fp32"]),
+        ([], RESHARDABLE, ["--scalevec-strategy", "unified", "--scalevec-lr-mult", "input=2,output=0.5"]),
+    ],
+    ids=lambda value: " ".join(value).replace("--", "") or "plain",
+)
+def test_mixed_precision_resumes_exactly(ranks, tmp_path, precision, optimizer, flags):
+    """Moments, masters and vectors of either dtype: five steps, save, load, five steps are ten steps."""
+    argv = tiny_gpt("llama", *precision, *optimizer, *flags)
+    whole = ranks.run("train", 2, argv=[*argv, "--save", str(tmp_path), "--save-interval", "5"])
+    resumed = ranks.run("train", 2, argv=[*argv, "--load", str(tmp_path), "--ckpt-step", "5"], by_name=False)
+    for first, second in zip(whole, resumed):
+        assert len(second["losses"]) == 5
+        assert second["losses"] == first["losses"][5:]
+        assert second["grad_norms"] == first["grad_norms"][5:]
+        for name, vector in first["vectors"].items():
+            np.testing.assert_array_equal(second["vectors"][name], vector, err_msg=name)

@@ -107,11 +107,13 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "fused-qkv-rope": {"fused_single_qkv_rope": True},
         "qk-l2-norm": {"qk_l2_norm": True},
         "learning-rates-on-resume": {},
+        "float32-vectors": {"bf16": True, "use_distributed_optimizer": False},
     }
     configs = {
         "fused-qkv-rope": ScaleVecConfig(strategy="dnp"),
         "qk-l2-norm": ScaleVecConfig(strategy="unified"),
         "learning-rates-on-resume": ScaleVecConfig(strategy="hg", lr_mult="input=2"),
+        "float32-vectors": ScaleVecConfig(strategy="hg", vector_dtype="fp32"),
     }
     assert triggers.keys() == {refusal.name for refusal in REFUSALS}
     fine = {"transformer_impl": "local", "optimizer": "adam", "cuda_graph_impl": "none"}

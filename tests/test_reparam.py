@@ -100,3 +100,10 @@ def test_registering_twice_is_an_error():
     with pytest.raises(ValueError, match="two parts of one suffix"):
         register(Twice())
     assert "twice" not in registered()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shapes_on_the_meta_device(name):
+    kind = get_reparameterization(name)
+    parts = kind.decompose(torch.ones(4, device="meta"))
+    assert kind.compose(parts).shape == (4,) and kind.compose(parts).is_meta

@@ -54,12 +54,16 @@ def _named(what: str, valid: Sequence[str]):
     return parse
 
 
-def _checked(field: str):
-    """A flag whose value the configuration checks and brings into its usual order."""
+def _checked(field: str, **context: str):
+    """A flag whose value the configuration checks and brings into its usual order.
+
+    ``context``: components under which every value of the right form has an effect; whether it has one with
+    the run's own components is decided when all flags are known.
+    """
 
     def parse(value: str) -> str | None:
         try:
-            resolved = getattr(ScaleVecConfig(strategy="hg", **{field: value}), field)
+            resolved = getattr(ScaleVecConfig(strategy="hg", **context, **{field: value}), field)
         except ScaleVecError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         return ",".join(resolved) if isinstance(resolved, tuple) else resolved
@@ -96,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         f"{PREFIX}lr-mult",
-        type=_checked("lr_mult"),
+        type=_checked("lr_mult", placement="dual-norm", reparam="unit"),
         metavar="ROLE=FACTOR,...",
         help="learning-rate multipliers of the scale vectors by role: "
         + ", ".join(LR_ROLES)

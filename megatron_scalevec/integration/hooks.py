@@ -193,7 +193,9 @@ def _land(hook: Hook, new: Session) -> None:
         new.called.add(hook.name)
         return wrapper(*args, **kwargs)
 
-    _patches.set(owner, attribute, counted)
+    # A class method arrives bound to its class, and is replaced by a function that needs no binding.
+    bound = getattr(original, "__self__", None) is owner
+    _patches.set(owner, attribute, staticmethod(counted) if bound else counted)
     for module, versions in hook.by_name:
         if SpecifierSet(versions).contains(new.version.base_version, prereleases=True):
             other, _ = resolve(f"{module}:{attribute}")
@@ -262,6 +264,12 @@ HOOKS: tuple[Hook, ...] = (
         _ALL,
         model_hooks.overrides,
         by_name=(("megatron.training.training", _ALL),),
+    ),
+    Hook(
+        "order of groups",
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_optimizer_group_ranges",
+        _ALL,
+        model_hooks.group_ranges,
     ),
     Hook(
         "audit",

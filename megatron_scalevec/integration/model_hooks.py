@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.integration.session import Session, say
 
-__all__ = ["gpt_model", "optimizer", "overrides", "setup"]
+__all__ = ["gpt_model", "group_ranges", "optimizer", "overrides", "setup"]
 
 
 def gpt_model(current: Session, original):
@@ -52,6 +54,25 @@ def optimizer(current: Session, original):
     return get_megatron_optimizer
 
 
+def group_ranges(current: Session, original):
+    """Put a group's float32 parameters first, which is where the distributed optimizer puts them itself.
+
+    Megatron's index of a group's parameters follows the model, and its list of them has float32 before the
+    rest. The two agree as long as a group is of one dtype, which vectors kept in float32 in a bf16 model
+    are not; checkpoints would then hold one parameter's state under another's name.
+    """
+
+    def _build_optimizer_group_ranges(param_groups, gbuf_ranges):
+        index_map, ranges = original(param_groups, gbuf_ranges)
+        if current.config.active and current.config.vector_dtype == "fp32":
+            for number, group in enumerate(ranges):
+                group["params"].sort(key=lambda param: param.dtype != torch.float32)  # stable
+                index_map.update({param: (number, order) for order, param in enumerate(group["params"])})
+        return index_map, ranges
+
+    return _build_optimizer_group_ranges
+
+
 def setup(current: Session, original):
     """For runs without an optimizer: evaluation."""
 
@@ -67,8 +88,6 @@ def setup(current: Session, original):
 
 
 def _audit(current: Session, model: Any, optimizer: Any) -> None:
-    import torch
-
     from megatron_scalevec.audit import audit
 
     missing = current.never_called()
@@ -88,8 +107,6 @@ def _audit(current: Session, model: Any, optimizer: Any) -> None:
 
 def _remove_stale_audit(current: Session) -> None:
     """A stock run about to save where an earlier run's audit lies, its checkpoints gone or not ours."""
-    import torch
-
     for file in current.audit_files:
         if torch.distributed.get_rank() == 0 and os.path.exists(file):
             os.remove(file)
