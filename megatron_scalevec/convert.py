@@ -112,6 +112,11 @@ def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
     if getattr(model.config, _BORROWED_FLAG, False):
         _without_borrowed_norms(model)
     refuse_unknown_branches(config, model.config)
+    if config.weight_decay == "all" and _zero_centered(model.config):
+        raise ScaleVecError(
+            "--scalevec-weight-decay all would decay q/k norms, and this model stores γ − 1 (zero-centered "
+            "gamma), so they would be pulled toward 1 instead of 0; use --scalevec-weight-decay split."
+        )
     sites = list(_find_sites(model, config))
     for site in sites:
         if site.asked_for:

@@ -73,6 +73,32 @@ def test_another_strategy_stops_and_says_which(ranks, saved, flags, asked):
     assert "--scalevec-strategy dp --scalevec-weight-decay all, or --use-checkpoint-args" in message
 
 
+def test_another_spec_beside_checkpoint_arguments_stops(ranks, saved):
+    argv = _resume(saved[0], "--use-checkpoint-args", "--spec", "megatron_scalevec.specs", "hg")
+    with pytest.raises(RankFailure, match="asks for hg: .* ask for dp: .*drop one of the two"):
+        ranks.run("train", argv=argv, by_name=False)
+
+
+def test_another_spec_than_the_checkpoints_stops(ranks, tmp_path):
+    spec = ("--spec", "megatron_scalevec.specs")
+    argv = tiny_gpt("llama", *spec, "dp", "--save", str(tmp_path), "--save-interval", "10")
+    ranks.run("train", argv=argv)
+    argv = tiny_gpt("llama", *spec, "hg", "--use-checkpoint-args", "--load", str(tmp_path))
+    with pytest.raises(RankFailure, match="specs hg was given, and --use-checkpoint-args brings"):
+        ranks.run("train", argv=argv, by_name=False)
+
+
+def test_interleaved_pipelines_agree_on_head_norms(ranks, tmp_path):
+    """Megatron would build a q norm in the second chunk, because the first one has asked for a k norm."""
+    world_size, arguments = LAYOUTS["pp2-vpp"]
+    flags = ["--scalevec-strategy", "dnp", "--scalevec-branches-off", "q"]
+    argv = tiny_gpt("llama", *arguments, *flags, "--save", str(tmp_path), "--save-interval", "10")
+    whole = ranks.run("train", world_size, argv=argv)[-1]
+    [serial] = ranks.run("train", argv=tiny_gpt("llama", *flags))
+    np.testing.assert_allclose(whole["losses"], serial["losses"], rtol=1e-5)
+    assert not any("q_layernorm" in name for name in whole["vectors"])
+
+
 def test_a_stock_checkpoint_does_not_start_a_strategy_by_accident(ranks, tmp_path):
     argv = tiny_gpt("llama", "--save", str(tmp_path), "--save-interval", "10")
     ranks.run("train", argv=argv)

@@ -186,6 +186,13 @@ def test_branches_that_the_model_does_not_have_are_refused(ranks, config, messag
     assert found["unchanged"]
 
 
+def test_decay_toward_one_is_refused(ranks):
+    [found] = ranks.run(
+        "convert_refused", case="zero-centered", config={"strategy": "hg", "weight_decay": "all"}
+    )
+    assert "pulled toward 1 instead of 0" in found["error"] and found["unchanged"]
+
+
 def test_a_strategy_that_finds_nothing_is_refused(ranks):
     [found] = ranks.run("audit_broken", breakage="nothing-there")
     assert "nothing at the sites mtp, so nothing would change" in found["error"]

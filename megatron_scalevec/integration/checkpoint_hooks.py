@@ -18,10 +18,18 @@ __all__ = ["base_checkpoint", "load_args"]
 def load_args(current: Session, original):
     def load_args_from_checkpoint(args, *rest, **kwargs):
         current.restoring = True
+        spec = getattr(args, "spec", None)
         try:
-            return original(args, *rest, **kwargs)
+            result = original(args, *rest, **kwargs)
         finally:
             current.restoring = False
+        # Megatron takes the checkpoint's spec, whatever the command line says.
+        if spec and spec[0] == "megatron_scalevec.specs" and args.spec != spec:
+            raise ScaleVecError(
+                f"--spec {' '.join(spec)} was given, and --use-checkpoint-args brings the checkpoint's "
+                f"(--spec {' '.join(args.spec or ['none'])}): drop one of the two."
+            )
+        return result
 
     return load_args_from_checkpoint
 

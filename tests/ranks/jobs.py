@@ -474,7 +474,7 @@ def convert_refused(case: str, config: dict[str, Any] | None = None) -> dict[str
     from ranks.models import build_gpt, initialize_parallel
 
     initialize_parallel()
-    model = build_gpt("llama")
+    model = build_gpt("llama", layernorm_zero_centered_gamma=case == "zero-centered")
     last = model.decoder.layers[-1]
     if case == "twice":
         apply_scale_vectors(model, ScaleVecConfig(strategy="dp"))
