@@ -87,6 +87,23 @@ def test_bad_input_before_megatron_is_touched(tmp_path, arguments, expected):
     assert_nothing_written(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--text", "empty.txt"], ["--text is empty", "give more text"]),
+        (["--text", "missing.txt"], ["missing.txt"]),
+        (["--strategies", "stock,unifed"], ["unifed", "unified"]),
+        (["--steps", "0"], ["--steps"]),
+    ],
+)
+def test_bad_input_of_the_demo(tmp_path, tmp_path_factory, arguments, expected):
+    texts = tmp_path_factory.mktemp("texts")
+    (texts / "empty.txt").touch()
+    arguments = [str(texts / a) if a.endswith(".txt") else a for a in arguments]
+    assert_one_sentence(scalevec("demo", *arguments, cwd=tmp_path), *expected)
+    assert_nothing_written(tmp_path)
+
+
 def _fake_megatron(folder: Path, version: str) -> dict[str, str]:
     core = folder / "megatron" / "core"
     core.mkdir(parents=True)
