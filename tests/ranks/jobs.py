@@ -395,7 +395,7 @@ def compare_with_apex_norms(cases: list[dict[str, Any]]) -> list[dict[str, Any]]
     class Kernel:
         @staticmethod
         def forward(ctx, x, weight, bias, shape, eps):
-            raise NotImplementedError  # Megatron looks at the signature
+            raise AssertionError("only its signature is looked at")
 
         @staticmethod
         def apply(x, weight, bias, shape, eps):
