@@ -23,7 +23,7 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """Runs functions of a module, by default ``tests/ranks/jobs.py``, on groups of forked gloo ranks.
+    """Runs functions of a module, by default ``tests/ranks/jobs``, on groups of forked gloo ranks.
 
     A module with a function ``prepare`` has it called once, before CPU mode is turned on.
     """

@@ -1,4 +1,4 @@
-"""What the ranks of the TransformerEngine tests do; see ``tests/ranks/jobs.py``."""
+"""What the ranks of the TransformerEngine tests do; see ``tests/ranks/jobs``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import kernels
 import torch
 from ranks import jobs
+from ranks.jobs import building, training
 
 TE = "transformer_engine"
 
@@ -214,11 +215,11 @@ def refused(case: str) -> dict[str, Any]:
         linear.ub_overlap_ag_fprop = True
     elif case == "two-norms":
         last.pre_mlp_layernorm = te.RMSNorm(SIZES["hidden"], device="cpu")
-    before = jobs._state(model)
+    before = building._state(model)
     try:
         _convert(model, strategy="hg")
     except ScaleVecError as error:
-        return {"error": str(error), "unchanged": jobs._same(before, jobs._state(model))}
+        return {"error": str(error), "unchanged": building._same(before, building._state(model))}
     if case == "bypassed":
         te.LayerNormLinear.forward = lambda self, inp, **_: inp @ self.weight.T
         tokens = torch.arange(SIZES["sequence"])[None]
@@ -291,4 +292,4 @@ def spec_and_call(strategy: str) -> bool:
     _convert(called, strategy=strategy)
     torch.manual_seed(7)
     built = _build(dtype=torch.float32, spec=scalevec_layer_spec(base, ScaleVecConfig(strategy=strategy)))
-    return jobs._start_of([built]) == jobs._start_of([called])
+    return training._start_of([built]) == training._start_of([called])

@@ -1,0 +1,35 @@
+"""Looking at Megatron's model chunks."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["is_copy", "unsharded_numel", "unwrap"]
+
+
+def is_copy(chunk: torch.nn.Module, name: str) -> bool:
+    """Whether another pipeline stage holds the original of a parameter.
+
+    The last stage has its own copy of tied embeddings, and a stage with multi-token prediction one of the
+    embeddings that it looks tokens up in.
+    """
+    if name == "output_layer.weight":
+        return chunk.share_embeddings_and_output_weights
+    return name.startswith("embedding.") and not chunk.pre_process
+
+
+def unsharded_numel(param: torch.nn.Parameter) -> int:
+    """Size over all tensor- and expert-parallel ranks. A retired norm scale counts: stock trains it."""
+    from megatron.core import parallel_state
+
+    sharded = getattr(param, "tensor_model_parallel", False)
+    if getattr(param, "allreduce", True):
+        return param.numel() * (parallel_state.get_tensor_model_parallel_world_size() if sharded else 1)
+    shards = parallel_state.get_expert_tensor_parallel_world_size() if sharded else 1
+    return param.numel() * shards * parallel_state.get_expert_model_parallel_world_size()
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    while isinstance(getattr(model, "module", None), torch.nn.Module):
+        model = model.module
+    return model

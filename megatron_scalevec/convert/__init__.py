@@ -1,0 +1,256 @@
+"""Door 3: give a built Megatron model its scale vectors.
+
+The flag uses the same call at the end of ``GPTModel.__init__``, where every way of building a GPT passes:
+``--spec``, MTP and several of Megatron's builders ignore or rewrite layer specs, so a changed spec would
+reach only some of the layers.
+
+The work is planned on the whole model first; only a plan without objections is carried out.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+
+from megatron_scalevec.config import ScaleVecConfig
+from megatron_scalevec.convert.branches import branches_at, refuse_unknown_branches
+from megatron_scalevec.convert.roles import parameter_roles, plan_roles
+from megatron_scalevec.convert.sites import LinearSite, NormSite, find_sites
+from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.layers.attention import ScaleVecSelfAttention
+from megatron_scalevec.layers.linear import SHARED, leaf_class
+from megatron_scalevec.layers.norm import NormHandle, head_norm, retire, scale_norm
+from megatron_scalevec.pending import released
+from megatron_scalevec.vectors import VectorInfo, role_of, set_role
+
+__all__ = [
+    "applied_config",
+    "apply_scale_vectors",
+    "branches_at",
+    "parameter_roles",
+    "refuse_unknown_branches",
+]
+
+_APPLIED_ATTRIBUTE = "scalevec_config"
+_BORROWED_FLAG = "scalevec_set_qk_layernorm"
+
+
+def applied_config(model: torch.nn.Module) -> ScaleVecConfig | None:
+    """The configuration a model was given, None for a stock model. Sees through Megatron's wrappers."""
+    while not hasattr(model, _APPLIED_ATTRIBUTE) and isinstance(
+        getattr(model, "module", None), torch.nn.Module
+    ):
+        model = model.module
+    return getattr(model, _APPLIED_ATTRIBUTE, None)
+
+
+def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
+    """Change a built ``GPTModel`` in place.
+
+    Call it before the model is wrapped (``Float16Module``, DDP) and before the optimizer is built. The
+    model computes the same function afterwards, except where a norm comes between (dual-norm).
+
+    Args:
+        model: A ``GPTModel`` with layers of the local or the TransformerEngine implementation.
+        config: The strategy. ``stock`` changes nothing.
+
+    Raises:
+        ScaleVecError: Some part of the model cannot carry what was asked for. The model is unchanged.
+    """
+    if not config.active:
+        return
+    if not isinstance(model, GPTModel):
+        raise ScaleVecError(
+            f"scale vectors were asked for on a {type(model).__name__}; this version builds them on "
+            "GPTModel, before it is wrapped for mixed precision or data parallelism."
+        )
+    known = applied_config(model)
+    if known is not None:
+        raise ScaleVecError(
+            f"the model already carries scale vectors ({known.describe()}); apply a strategy once, to a "
+            "stock model."
+        )
+    with released(model, config):
+        _convert(model, config)
+
+
+def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
+    if getattr(model.config, _BORROWED_FLAG, False):
+        _without_borrowed_norms(model)
+    refuse_unknown_branches(config, model.config)
+    if config.weight_decay == "all" and _zero_centered(model.config):
+        raise ScaleVecError(
+            "--scalevec-weight-decay all would decay q/k norms, and this model stores γ − 1 (zero-centered "
+            "gamma), so they would be pulled toward 1 instead of 0; use --scalevec-weight-decay split."
+        )
+    sites = list(find_sites(model, config))
+    for site in sites:
+        if site.asked_for:
+            _check_start(site, config, model.config)
+    roles = plan_roles(model, sites)
+    for site in sites:
+        if site.asked_for:
+            if isinstance(site, NormSite):
+                _convert_norm_site(site, config, model.config)
+            else:
+                _convert_linear_site(site, config, model.config)
+    for param, role in roles:
+        if param.requires_grad and role_of(param) is None:
+            set_role(param, role)
+    setattr(model, _APPLIED_ATTRIBUTE, config)
+
+
+def _without_borrowed_norms(model: GPTModel) -> None:
+    """Take away the q/k norms that Megatron has built because an earlier model chunk set the flag for its
+    own: the stock model has none."""
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module.q_layernorm = module.k_layernorm = None
+
+
+def _check_start(site: NormSite | LinearSite, config: ScaleVecConfig, model_config) -> None:
+    """Refuse what cannot carry vectors, and a start that would change the function of a trained model."""
+    if isinstance(site, LinearSite):
+        leaf_class(site.linear).require_convertible(site.path, site.linear)
+    if site.norm is None or site.norm.weight.is_meta:
+        return
+    scale, bias = _scale_of(site.norm, model_config), site.norm.bias
+    if torch.all(scale == 1):
+        return
+    own_linear = isinstance(site, LinearSite)
+    if not (config.has_input_scales if own_linear else config.placement is not None):
+        raise ScaleVecError(
+            f"the norm before {site.path} has a trained scale, which {config.strategy!r} would drop: start "
+            "it from a model whose norms are at one, or use a strategy with input scales."
+        )
+    off = set(config.branches_off) & set(site.row_map().branches) if own_linear else set()
+    if off:
+        raise ScaleVecError(
+            f"the norm before {site.path} has a trained scale, which --scalevec-branches-off "
+            f"{','.join(sorted(off))} would drop for those branches: start from a model whose norms are at "
+            "one, or leave the branches on."
+        )
+    if bias is not None and bool(((scale == 0) & (bias.detach() != 0)).any()):
+        raise ScaleVecError(
+            f"the norm before {site.path} has a trained bias on a channel whose scale is zero, which cannot "
+            "be kept: the bias is scaled together with the norm's output from now on."
+        )
+
+
+def _zero_centered(model_config) -> bool:
+    return bool(getattr(model_config, "layernorm_zero_centered_gamma", False))
+
+
+def _scale_of(norm: NormHandle, model_config) -> torch.Tensor:
+    """γ as it acts, whatever is stored."""
+    weight = norm.weight.detach()
+    return weight + 1 if _zero_centered(model_config) else weight.clone()
+
+
+def _dtype(config: ScaleVecConfig) -> torch.dtype | None:
+    return torch.float32 if config.vector_dtype == "fp32" else None
+
+
+def _convert_norm_site(site: NormSite, config: ScaleVecConfig, model_config) -> None:
+    if config.placement is None:
+        retire(site.norm, _zero_centered(model_config))
+        return
+    # The one map that it feeds needs no scale of its own, so the scale stays at the norm.
+    _own_or_kept(
+        site.norm.owner,
+        VectorInfo(site.name, site.branch, "in", site.layer, "norm", config.reparam),
+        "input",
+        config,
+        model_config,
+    )
+
+
+def _own_or_kept(norm, info: VectorInfo, role, config: ScaleVecConfig, model_config, tp_group=None):
+    """Keep a norm's own parameter as the scale vector where it is one as it stands.
+
+    It is not where the vector is stored in another form or dtype, where Megatron stores γ − 1 and decay
+    would pull γ toward one, or where its gradient needs a sum that Megatron does not make.
+    """
+    decays_off_centre = _zero_centered(model_config) and role == "input"
+    if config.plain and not decays_off_centre and tp_group is None:
+        set_role(norm.weight, role, info)
+        return
+    scale_norm(
+        norm,
+        info,
+        role,
+        zero_centered=_zero_centered(model_config),
+        dtype=_dtype(config),
+        tp_group=tp_group,
+    )
+
+
+def _convert_linear_site(site: LinearSite, config: ScaleVecConfig, model_config) -> None:
+    row_map = site.row_map()
+    on = [branch for branch in row_map.branches if branch not in config.branches_off]
+    initial = torch.ones(site.channels)
+    in_branches: list[str] = []
+    if site.norm is None:
+        in_branches = on if config.has_input_scales else []
+    elif config.removes_norm_scale:
+        initial = _scale_of(site.norm, model_config)
+        retire(site.norm, _zero_centered(model_config))
+        if config.has_input_scales:
+            in_branches = [SHARED] if config.branches == "shared" else on
+    else:
+        info = VectorInfo(site.name, SHARED, "in", site.layer, "norm", config.reparam)
+        if _zero_centered(model_config):
+            # Stored as γ − 1 it would decay toward one; on the linear it is γ itself.
+            initial = _scale_of(site.norm, model_config)
+            retire(site.norm, True)
+            in_branches = [SHARED]
+        else:
+            set_role(site.norm.weight, "input", info)
+    out_branches = on if config.has_output_scales else []
+    if config.placement == "dual-norm" and site.attention is not None:
+        normalized = [branch for branch in ("q", "k", "v") if branch in on]
+        _normalize_heads(site, normalized, config, model_config)
+        out_branches = [branch for branch in out_branches if branch not in normalized]
+    if in_branches or out_branches:
+        leaf_class(site.linear).convert(
+            site.linear,
+            row_map,
+            site=site.name,
+            layer=site.layer,
+            in_branches=in_branches,
+            out_branches=out_branches,
+            initial_gamma_in=initial,
+            reparam=config.reparam,
+            dtype=_dtype(config),
+        )
+
+
+def _normalize_heads(site: LinearSite, branches: list[str], config: ScaleVecConfig, model_config) -> None:
+    """Dual-norm: a norm over each head's channels of q, k and v, with γ_out behind it, before RoPE."""
+    attention = site.attention
+    for branch in branches:
+        info = VectorInfo(site.name, branch, "out", site.layer, "norm", config.reparam)
+        if branch == "v":
+            norm = head_norm(site.norm, model_config, bias=False)
+            attention.v_layernorm = norm
+            attention.__class__ = ScaleVecSelfAttention
+            linear = attention.linear_qkv
+            role, group = config.decay_v_norm, leaf_class(linear).group_of(linear)
+        else:
+            slot = f"{branch}_layernorm"
+            norm = getattr(attention, slot, None)
+            # A model with q/k norms keeps them: one norm, not two.
+            if norm is None or isinstance(norm, IdentityOp):
+                norm = head_norm(site.norm, model_config, bias=True)
+                setattr(attention, slot, norm)
+            for name, param in norm.named_parameters(recurse=False):
+                if name == "bias":
+                    set_role(param, "bias")
+            # Megatron sums the gradients of q/k norms by name where this is set.
+            if not model_config.qk_layernorm:
+                model_config.qk_layernorm = True
+                setattr(model_config, _BORROWED_FLAG, True)
+            role, group = "output", None
+        _own_or_kept(norm, info, role, config, model_config, group)

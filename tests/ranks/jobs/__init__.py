@@ -1,0 +1,8 @@
+"""What the ranks of a test do, by topic. Each function runs in a freshly forked process."""
+
+from ranks.jobs.auditing import *  # noqa: F403
+from ranks.jobs.building import *  # noqa: F403
+from ranks.jobs.checkpoints import *  # noqa: F403
+from ranks.jobs.comparing import *  # noqa: F403
+from ranks.jobs.installing import *  # noqa: F403
+from ranks.jobs.training import *  # noqa: F403

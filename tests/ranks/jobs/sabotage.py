@@ -1,0 +1,93 @@
+"""Things broken on purpose, for tests that must then fail."""
+
+from __future__ import annotations
+
+__all__ = ["SABOTAGE", "then"]
+
+
+def then(function, more):
+    def both(*args, **kwargs):
+        result = function(*args, **kwargs)
+        more()
+        return result
+
+    return both
+
+
+def _drop_tensor_parallel_sum(patches) -> None:
+    from megatron_scalevec.layers import common
+
+    patches.set(common, "sum_gradient_over_tensor_parallel", lambda vectors, group: vectors)
+
+
+def _wrong_row_map(patches) -> None:
+    """Every rank takes itself for the first one."""
+    from megatron_scalevec.convert import sites
+
+    patches.wrap(sites, "qkv_row_map", lambda right: lambda **given: right(**{**given, "tp_rank": 0}))
+
+
+def _mark_as_sharded(patches) -> None:
+    """Vectors that every rank holds whole, counted on every rank in the gradient norm."""
+    from megatron_scalevec.layers import linear
+
+    def marked(add):
+        def add_vector(owner, name, *args, **kwargs):
+            add(owner, name, *args, **kwargs)
+            for parameter in owner.parameters(recurse=False):
+                if hasattr(parameter, "scalevec_info"):
+                    parameter.tensor_model_parallel = True
+
+        return add_vector
+
+    patches.wrap(linear, "add_vector", marked)
+
+
+def _forget_mtp(patches) -> None:
+    """Layers inside the MTP block are passed over."""
+    from megatron_scalevec import convert
+    from megatron_scalevec.convert import sites
+
+    def without(find):
+        def _layer_sites(path, *args):
+            return () if path.startswith("mtp.") else find(path, *args)
+
+        return _layer_sites
+
+    patches.wrap(sites, "_layer_sites", without)
+    everything = lambda model, found: [(p, "stock") for p in model.parameters() if p.dim() == 1]  # noqa: E731
+    patches.set(convert, "plan_roles", everything)
+
+
+def _bypass_model(patches) -> None:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_scalevec.integration import hooks
+
+    stock = GPTModel.__init__
+    patches.wrap(
+        hooks, "install", lambda install: then(install, lambda: setattr(GPTModel, "__init__", stock))
+    )
+
+
+def _bypass_decay(patches) -> None:
+    from megatron.training import training
+
+    from megatron_scalevec.integration import hooks
+
+    stock = training.get_standard_config_overrides
+
+    def put_back():
+        training.get_standard_config_overrides = stock
+
+    patches.wrap(hooks, "install", lambda install: then(install, put_back))
+
+
+SABOTAGE = {
+    "tensor-parallel-sum": _drop_tensor_parallel_sum,
+    "row-map": _wrong_row_map,
+    "marked-as-sharded": _mark_as_sharded,
+    "mtp-forgotten": _forget_mtp,
+    "bypass model": _bypass_model,
+    "bypass decay overrides": _bypass_decay,
+}
