@@ -83,10 +83,6 @@ VECTOR_DTYPES = {
 }
 LR_ROLES = ("input", "output", "direction")
 
-# Values of the method that this version does not build yet. They are known names, so the message says
-# "not yet", not "unknown".
-_NOT_YET: dict[str, tuple[str, ...]] = {"execution": ("optimizer",)}
-
 
 @dataclass(frozen=True)
 class Strategy:
@@ -160,8 +156,7 @@ class ScaleVecConfig:
     under the same name.
 
     Raises:
-        ScaleVecError: An unknown name, a value this version does not build yet, or a component that
-            contradicts the strategy.
+        ScaleVecError: An unknown name, or a component that contradicts the strategy.
     """
 
     strategy: str = "stock"
@@ -190,13 +185,11 @@ class ScaleVecConfig:
 
     def __post_init__(self) -> None:
         choose("strategy", self.strategy, STRATEGIES)
-        self._refuse_unbuilt("strategy", self.strategy)
         preset = STRATEGIES[self.strategy]
         given = {name: getattr(self, name) for name in COMPONENTS}
         given = {name: value for name, value in given.items() if value is not None}
         for name, value in given.items():
             choose(f"value for {_flag(name)}", value, COMPONENTS[name])
-            self._refuse_unbuilt(name, value)
         placement = given.get("placement", preset.placement)
         defaults = {
             "branches": preset.branches,
@@ -253,16 +246,6 @@ class ScaleVecConfig:
                         else "only --scalevec-reparam unit has directions."
                     )
                 )
-
-    def _refuse_unbuilt(self, what: str, value: str) -> None:
-        if value not in _NOT_YET.get(what, ()):
-            return
-        valid = {"strategy": STRATEGIES, **COMPONENTS}[what]
-        built = [name for name in valid if name not in _NOT_YET[what]]
-        raise ScaleVecError(
-            f"{_flag(what)} {value} is part of the method, but this version does not build it yet; "
-            f"available now: {', '.join(built)}."
-        )
 
     def _refuse_contradictions(self, preset: Strategy, given: Mapping[str, str]) -> None:
         if self.strategy == "stock":

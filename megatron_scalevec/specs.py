@@ -206,7 +206,8 @@ def _complete(model: GPTModel, config: ScaleVecConfig) -> None:
     if _arguments_of_running_megatron() is not None:
         from megatron_scalevec.integration import hooks
 
-        hooks.adopt(config, model_is_built=True)
+        # The same strategy, with the mode of execution that the run's arguments lead to.
+        config = hooks.adopt(config, model_is_built=True).config
     if applied_config(model) != config:
         apply_scale_vectors(model, config)
 

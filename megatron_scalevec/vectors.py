@@ -27,6 +27,7 @@ __all__ = [
     "role_of",
     "set_role",
     "vector_info",
+    "vector_parts",
     "was_added",
 ]
 
@@ -115,13 +116,19 @@ def has_vector(owner: torch.nn.Module, name: str) -> bool:
 
 def compose_vector(owner: torch.nn.Module, name: str) -> torch.Tensor:
     """γ [n], at least in float32, differentiable in the stored parts."""
-    kind = get_reparameterization(owner.__dict__[_KINDS_ATTRIBUTE][name])
-    parts = {part.suffix: getattr(owner, _part_name(name, part.suffix)) for part in kind.parts}
+    kind, parts = vector_parts(owner, name)
     wide = {
         suffix: tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         for suffix, tensor in parts.items()
     }
-    return kind.compose(wide)
+    return get_reparameterization(kind).compose(wide)
+
+
+def vector_parts(owner: torch.nn.Module, name: str) -> tuple[str, dict[str, torch.nn.Parameter]]:
+    """Name of a vector's reparameterization, and its stored parts by suffix."""
+    kind = owner.__dict__[_KINDS_ATTRIBUTE][name]
+    parts = get_reparameterization(kind).parts
+    return kind, {part.suffix: getattr(owner, _part_name(name, part.suffix)) for part in parts}
 
 
 def _part_name(name: str, suffix: str) -> str:

@@ -27,6 +27,7 @@ __all__ = [
     "Branch",
     "ReferenceConfig",
     "attention",
+    "effective_weight",
     "gpt_logits",
     "layer_norm",
     "mlp",
@@ -74,6 +75,17 @@ def product(beta: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
 def unit(magnitude: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
     """γ = g · u / rms(u)."""
     return magnitude * direction / direction.pow(2).mean().sqrt()
+
+
+def effective_weight(
+    weight: torch.Tensor, gamma_in: torch.Tensor | None, gamma_out: torch.Tensor | None
+) -> torch.Tensor:
+    """diag(γ_out) W diag(γ_in), for the rows of one branch: what W is to a linear with scale vectors."""
+    if gamma_in is not None:
+        weight = weight @ torch.diag(gamma_in)
+    if gamma_out is not None:
+        weight = torch.diag(gamma_out) @ weight
+    return weight
 
 
 def rms_norm(x: torch.Tensor, gamma: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -62,8 +62,8 @@ def test_python_dash_m_is_the_same_command(tmp_path):
         (["lunch", "x.py"], ["unknown command 'lunch'", "'launch'"]),
         (["pretrain", "--scalevec-strategy", "unifed"], ["stock, none, iwd, hg", "'unified'"]),
         (
-            ["pretrain", "--scalevec-strategy", "hg", "--scalevec-execution", "optimizer"],
-            ["does not build it yet", "autograd"],
+            ["pretrain", "--scalevec-strategy", "hg", "--scalevec-execution", "optimiser"],
+            ["auto, autograd, optimizer", "'optimizer'"],
         ),
         (["pretrain", "--scalevec-strategy", "hg", "--scalevec-lr-mult", "input"], ["ROLE=FACTOR"]),
         (["pretrain", "--scalevec-stratgy", "hg"], ["--scalevec-stratgy", "--scalevec-strategy"]),

@@ -35,11 +35,6 @@ def test_a_component_overrides_the_preset():
     assert config.sites == ("mlp",)
 
 
-def test_components_that_are_not_built_say_so():
-    with pytest.raises(ScaleVecError, match="optimizer is part of the method.*available now: .*autograd"):
-        ScaleVecConfig(strategy="hg", execution="optimizer")
-
-
 def test_lists_are_brought_into_one_order():
     config = ScaleVecConfig(
         strategy="unified", branches_off="up, q", lr_mult="output=0.5,input=2,direction=1"

@@ -6,6 +6,7 @@ the checkpoints as JSON, and what tests look at. A difference between the two co
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert import applied_config, parameter_roles
 from megatron_scalevec.decay import param_decays
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.execution.folds import folds_of
 from megatron_scalevec.layers.linear import FoldedLinear
 from megatron_scalevec.pending import pending_config
 from megatron_scalevec.vectors import role_of, vector_info, was_added
@@ -46,6 +48,7 @@ def audit(
     optimizer: Any = None,
     *,
     config: ScaleVecConfig | None = None,
+    reason: str | None = None,
 ) -> Audit:
     """Look at a built model, and at the optimizer if there is one.
 
@@ -56,10 +59,12 @@ def audit(
         model: The model, or Megatron's list of model chunks; wrapped or not.
         optimizer: Megatron's optimizer over the same model.
         config: What was asked for; by default what the model says it was given.
+        reason: Why the execution is what it is, where that is known.
 
     Raises:
         ScaleVecError: A chunk carries another strategy than the one asked for, a vector's decay in the
-            optimizer is not what its class says, or what was built differs from what was expected.
+            optimizer is not what its class says, the optimizer does not fold the model's weights although
+            it is to, or what was built differs from what was expected.
     """
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     config = config or applied_config(chunks[0])
@@ -82,9 +87,12 @@ def audit(
                 f"{built.describe() if built else 'no scale vectors'}, but {config.describe()} was asked "
                 "for: the model is of a kind that the flag does not reach."
             )
+    if optimizer is not None:
+        _require_folding(chunks, optimizer)
     groups = groups_of_parameters(chunks, optimizer) if optimizer is not None else None
     records = _gather_over_pipeline(rank_record(chunks, config, groups))
-    result = audit_of_records(records, config, unwrap(chunks[0]).config)
+    built = dataclasses.replace(config, execution=applied_config(chunks[0]).execution)
+    result = audit_of_records(records, built, unwrap(chunks[0]).config, reason=reason)
     problems = result.problems()
     if not result.vectors and not result.norm_scales_retired:
         problems.append(
@@ -96,6 +104,21 @@ def audit(
             "Nothing was trained."
         )
     return result
+
+
+def _require_folding(chunks: list[torch.nn.Module], optimizer: Any) -> None:
+    """Every weight that the optimizer is to fold is one that it does fold."""
+    from megatron_scalevec.execution.optimizer import engine_of
+
+    wanted = {id(fold) for chunk in chunks for fold in folds_of(chunk)}
+    engine = engine_of(optimizer)
+    folded = {id(fold) for fold in engine.folds} if engine is not None else set()
+    if wanted - folded:
+        raise ScaleVecError(
+            f"the optimizer does not fold {len(wanted - folded)} of {len(wanted)} weights that are built for "
+            "it, so their scale vectors would have no effect: call "
+            "megatron_scalevec.execution.optimizer.execute_in_optimizer(optimizer, model_chunks) first."
+        )
 
 
 def rank_record(
@@ -118,6 +141,7 @@ def rank_record(
         root = unwrap(chunk)
         parameter_roles(root)
         linears += sum(isinstance(m, FoldedLinear) for m in root.modules())
+        linears += len({id(fold.owner) for fold in folds_of(root)})
         for name, param in root.named_parameters():
             if was_added(param):
                 added += param.numel() if param.requires_grad else 0
@@ -208,6 +232,7 @@ def audit_of_records(
     config: ScaleVecConfig,
     model_config: Any,
     share: Share | None = None,
+    reason: str | None = None,
 ) -> Audit:
     """The audit of what some ranks hold, without judging it.
 
@@ -216,6 +241,7 @@ def audit_of_records(
         config: The strategy.
         model_config: Megatron's ``TransformerConfig``.
         share: What these ranks are to hold; by default the whole model.
+        reason: Why the execution is what it is, where that is known.
     """
     from megatron_scalevec import __version__
 
@@ -242,8 +268,8 @@ def audit_of_records(
             "branches_off": list(config.branches_off),
             "sites": list(config.sites),
         },
-        execution="autograd",
-        execution_reason=_EXECUTION if expected.linears else "the norms' own scales; nothing is formed",
+        execution=config.execution if config.execution == "optimizer" else "autograd",
+        execution_reason=reason or _REASONS[config.execution if expected.linears else "nothing"],
         megatron_version=str(megatron_version()),
         plugin_version=__version__,
         vectors=tuple(sorted(vectors, key=lambda v: (v.layer is None, v.layer or 0, v.name))),
@@ -262,4 +288,9 @@ def audit_of_records(
     )
 
 
-_EXECUTION = "W_eff is formed in every forward pass; the only mode of this version"
+_REASONS = {
+    "auto": "W_eff is formed in every forward pass; nothing is known of an optimizer here",
+    "autograd": "as asked for; W_eff is formed in every forward pass",
+    "optimizer": "the live weight is W_eff; W is the optimizer's fp32 master",
+    "nothing": "the norms' own scales; nothing is formed",
+}

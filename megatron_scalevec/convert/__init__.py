@@ -19,6 +19,7 @@ from megatron_scalevec.convert.branches import branches_at, refuse_unknown_branc
 from megatron_scalevec.convert.roles import parameter_roles, plan_roles
 from megatron_scalevec.convert.sites import LinearSite, NormSite, find_sites
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.execution.folds import folds_of, require_an_engine
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
 from megatron_scalevec.layers.linear import SHARED, leaf_class
 from megatron_scalevec.layers.norm import NormHandle, head_norm, retire, scale_norm
@@ -100,6 +101,8 @@ def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
         if param.requires_grad and role_of(param) is None:
             set_role(param, role)
     setattr(model, _APPLIED_ATTRIBUTE, config)
+    if any(folds_of(model)):
+        require_an_engine(model)
 
 
 def _without_borrowed_norms(model: GPTModel) -> None:
@@ -224,6 +227,7 @@ def _convert_linear_site(site: LinearSite, config: ScaleVecConfig, model_config)
             initial_gamma_in=initial,
             reparam=config.reparam,
             dtype=_dtype(config),
+            in_optimizer=config.execution == "optimizer",
         )
 
 

@@ -5,11 +5,13 @@ Each function takes the session and Megatron's own function, and returns what st
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.execution.choice import choose_execution
 from megatron_scalevec.integration.arguments import (
     MODEL_FLAGS,
     add_arguments,
@@ -19,7 +21,15 @@ from megatron_scalevec.integration.arguments import (
 from megatron_scalevec.integration.session import Session, say
 from megatron_scalevec.support import refusals, refuse_unsupported
 
-__all__ = ["AUDIT_FILE", "add_our_arguments", "audit_files", "load_yaml", "take_over", "validate"]
+__all__ = [
+    "AUDIT_FILE",
+    "add_our_arguments",
+    "audit_files",
+    "load_yaml",
+    "settle_execution",
+    "take_over",
+    "validate",
+]
 
 AUDIT_FILE = "scalevec_audit.json"
 
@@ -58,13 +68,25 @@ def validate(current: Session, original):
         result = original(args, {} if defaults is None else defaults)
         args = args if result is None else result
         refuse_unsupported(args, config, current.version)
-        current.config = config
+        settle_execution(current, args, config)
         current.audit_files = audit_files(args)
         if config.active:
             say(f"scale vectors asked for: {config.describe()}")
         return result
 
     return validate
+
+
+def settle_execution(current: Session, args: Any, config: ScaleVecConfig) -> None:
+    """Decide on the mode of execution, and put it where checkpoints keep it.
+
+    Raises:
+        ScaleVecError: The mode that was asked for is not proven for this run.
+    """
+    choice = choose_execution(args, config)
+    args.scalevec_executed = choice.mode
+    current.config = dataclasses.replace(config, execution=choice.mode) if config.active else config
+    current.execution_reason = choice.reason
 
 
 def _choose_for_cpu(current: Session, args: Any, config: ScaleVecConfig) -> None:

@@ -70,6 +70,18 @@ def _require_same(config: ScaleVecConfig, saved: Any, load_dir: str) -> None:
             f"{config.describe()}: give the checkpoint's strategy ({flags}, or --use-checkpoint-args), or "
             "start without --load."
         )
+    if not config.active:
+        return
+    executed = getattr(saved, "scalevec_executed", None) or "autograd"
+    if executed != config.execution:
+        raise ScaleVecError(
+            f"the checkpoint in {load_dir} was written with execution {executed}, where 'weight' is "
+            f"{_MEANING[executed]}, and this run has execution {config.execution}, where it is "
+            f"{_MEANING[config.execution]}: give --scalevec-execution {executed}."
+        )
+
+
+_MEANING = {"autograd": "the raw weight", "optimizer": "the folded one"}
 
 
 def _flags_of(saved: Any) -> list[str]:

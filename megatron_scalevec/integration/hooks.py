@@ -138,7 +138,7 @@ def adopt(config: ScaleVecConfig | None, *, name: str | None = None, model_is_bu
     if current.config != config or getattr(args, "scalevec_strategy", None) is None:
         argument_hooks.take_over(args, config)
         refuse_unsupported(args, config, current.version)
-        current.config = config
+        argument_hooks.settle_execution(current, args, config)
         current.audit_files = argument_hooks.audit_files(args)
         say(f"scale vectors asked for by --spec: {config.describe()}")
     if model_is_built:

@@ -48,6 +48,9 @@ def optimizer(current: Session, original):
     def get_megatron_optimizer(config, model_chunks, *args, **kwargs):
         optimizer = original(config, model_chunks, *args, **kwargs)
         if current.config.active:
+            from megatron_scalevec.execution.optimizer import execute_in_optimizer
+
+            execute_in_optimizer(optimizer, model_chunks)
             _audit(current, model_chunks, optimizer)
         return optimizer
 
@@ -98,7 +101,7 @@ def _audit(current: Session, model: Any, optimizer: Any) -> None:
             f"building the model (megatron-core {current.version}), so the strategy cannot be in it; the "
             "run was stopped before training."
         )
-    current.audit = audit(model, optimizer, config=current.config)
+    current.audit = audit(model, optimizer, config=current.config, reason=current.execution_reason)
     if torch.distributed.get_rank() == 0:
         print(current.audit.table(), flush=True)
         for file in current.audit_files:

@@ -21,6 +21,7 @@ class Session:
         self.cpu = cpu
         # What is built is decided when Megatron validates its arguments.
         self.config = asked
+        self.execution_reason: str | None = None
         self.required: dict[str, str] = {}  # name to target; an active strategy is not built without them
         self.called: set[str] = set()
         self.restoring = False

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from megatron_scalevec.execution.folds import register_fold
 from megatron_scalevec.fold import RowMap, fold_weight
 from megatron_scalevec.layers import common
 from megatron_scalevec.vectors import VectorInfo, add_vector, compose_vector, keep_dtype
@@ -74,6 +75,7 @@ class FoldedLinear:
         initial_gamma_in: torch.Tensor,
         reparam: str,
         dtype: torch.dtype | None,
+        in_optimizer: bool = False,
     ) -> None:
         """Give ``linear`` its scale vectors.
 
@@ -87,25 +89,11 @@ class FoldedLinear:
             initial_gamma_in: [input channels of the unsharded weight] start value of every γ_in.
             reparam: How the vectors are stored.
             dtype: Storage dtype of the vectors, None for the weight's.
+            in_optimizer: The optimizer folds: the linear keeps its class, and its weight becomes W_eff.
         """
-        linear.__class__ = cls
-        # Its backward would write into ``weight.main_grad``, and W_eff is not the parameter.
-        setattr(linear, cls.main_grad_flag, False)
         shared = tuple(in_branches) == (SHARED,)
-        device = linear.weight.device
-        branch_of_row = torch.zeros_like(row_map.branch_of_row) if shared else row_map.branch_of_row
-        linear.register_buffer("scalevec_branch_of_row", branch_of_row.to(device), persistent=False)
-        linear.register_buffer("scalevec_slot_of_row", row_map.slot_of_row.to(device), persistent=False)
-        # One entry per row of γ_in and per block of γ_out: name and size, a name of None for ones.
-        channels = initial_gamma_in.numel()
-        linear.scalevec_in = tuple(
-            (gamma_name("in", branch) if branch in in_branches else None, channels)
-            for branch in ((SHARED,) if shared else row_map.branches)
-        )
-        linear.scalevec_out = tuple(
-            (gamma_name("out", branch) if branch in out_branches else None, size)
-            for branch, size in zip(row_map.branches, row_map.sizes)
-        )
+        if not in_optimizer:
+            cls._fold_in_forward(linear, row_map, shared, in_branches, out_branches, initial_gamma_in.numel())
 
         def add(branch: str, side: str, initial: torch.Tensor) -> None:
             add_vector(
@@ -123,6 +111,58 @@ class FoldedLinear:
         for branch, size in zip(row_map.branches, row_map.sizes):
             if branch in out_branches:
                 add(branch, "out", torch.ones(size))
+        if in_optimizer:
+            cls._fold_in_optimizer(linear, row_map, in_branches, out_branches)
+
+    @classmethod
+    def _fold_in_forward(
+        cls,
+        linear: torch.nn.Module,
+        row_map: RowMap,
+        shared: bool,
+        in_branches: Sequence[str],
+        out_branches: Sequence[str],
+        channels: int,
+    ) -> None:
+        linear.__class__ = cls
+        # Its backward would write into ``weight.main_grad``, and W_eff is not the parameter.
+        setattr(linear, cls.main_grad_flag, False)
+        device = linear.weight.device
+        branch_of_row = torch.zeros_like(row_map.branch_of_row) if shared else row_map.branch_of_row
+        linear.register_buffer("scalevec_branch_of_row", branch_of_row.to(device), persistent=False)
+        linear.register_buffer("scalevec_slot_of_row", row_map.slot_of_row.to(device), persistent=False)
+        # One entry per row of γ_in and per block of γ_out: name and size, a name of None for ones.
+        linear.scalevec_in = tuple(
+            (gamma_name("in", branch) if branch in in_branches else None, channels)
+            for branch in ((SHARED,) if shared else row_map.branches)
+        )
+        linear.scalevec_out = tuple(
+            (gamma_name("out", branch) if branch in out_branches else None, size)
+            for branch, size in zip(row_map.branches, row_map.sizes)
+        )
+
+    @classmethod
+    def _fold_in_optimizer(
+        cls,
+        linear: torch.nn.Module,
+        row_map: RowMap,
+        in_branches: Sequence[str],
+        out_branches: Sequence[str],
+    ) -> None:
+        group = cls.group_of(linear)
+
+        def name(side: str, branch: str, known: Sequence[str]) -> str | None:
+            return gamma_name(side, branch) if branch in known else None
+
+        shared = tuple(in_branches) == (SHARED,)
+        register_fold(
+            linear,
+            row_map,
+            inner=[name("in", SHARED if shared else branch, in_branches) for branch in row_map.branches],
+            outer=[name("out", branch, out_branches) for branch in row_map.branches],
+            first_column=group.rank() * linear.weight.shape[1] if cls.parallel == "row" else 0,
+            tp_group=group,
+        )
 
     def folded_weight(self) -> torch.Tensor:
         """W_eff of this rank, shaped as the weight; see :func:`megatron_scalevec.fold.fold_weight`."""

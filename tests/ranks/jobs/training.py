@@ -47,6 +47,7 @@ def train(
     from megatron.training import training
 
     from megatron_scalevec import cpu
+    from megatron_scalevec.execution.folds import fold_live_weights
     from megatron_scalevec.integration import hooks, launch, pretrain_gpt
     from megatron_scalevec.patching import PatchSet
 
@@ -83,6 +84,7 @@ def train(
                         parallel_state.get_tensor_model_parallel_rank(),
                         parallel_state.get_tensor_model_parallel_world_size(),
                     )
+                    fold_live_weights(chunk)
                 optimizer.reload_model_params()
             return model, optimizer, scheduler
 

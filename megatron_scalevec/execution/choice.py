@@ -1,0 +1,148 @@
+"""Which mode a run gets: inside the optimizer wherever that is proven, by autograd elsewhere.
+
+Decided on Megatron's parsed arguments, before anything is built; every reason is one line of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_scalevec.config import ScaleVecConfig
+from megatron_scalevec.errors import ScaleVecError
+
+__all__ = ["OBSTACLES", "Choice", "Obstacle", "choose_execution"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A mode, and one clause that says why."""
+
+    mode: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Something with which folding inside the optimizer is not proven, or cannot be right."""
+
+    name: str
+    applies: Callable[[Any, ScaleVecConfig], bool]
+    reason: str
+
+
+def _given(*names: str) -> Callable[[Any, ScaleVecConfig], bool]:
+    def applies(args: Any, _: ScaleVecConfig) -> bool:
+        return any(getattr(args, name, None) not in (None, False, 0, "", "none", []) for name in names)
+
+    return applies
+
+
+OBSTACLES: tuple[Obstacle, ...] = (
+    Obstacle(
+        "full-precision",
+        lambda args, _: not (getattr(args, "bf16", False) or getattr(args, "fp16", False)),
+        "an fp32 run has no masters beside its weights",
+    ),
+    Obstacle(
+        "float32-vectors",
+        lambda _, config: config.vector_dtype == "fp32",
+        "--scalevec-vector-dtype fp32 keeps the vectors' masters in the model",
+    ),
+    Obstacle(
+        "experts",
+        _given("num_experts", "num_moe_experts"),
+        "folding the experts' weights is not proven yet",
+    ),
+    Obstacle(
+        "latent-attention",
+        _given("multi_latent_attention"),
+        "folding the weights of latent attention is not proven yet",
+    ),
+    Obstacle(
+        "hybrid",
+        _given("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"),
+        "folding the weights of hybrid models is not proven yet",
+    ),
+    Obstacle(
+        "optimizer",
+        lambda args, _: getattr(args, "optimizer", "adam") not in ("adam", "sgd"),
+        "this optimizer steps weights and vectors apart",
+    ),
+    Obstacle(
+        "optimizer-cpu-offload",
+        _given("optimizer_cpu_offload"),
+        "the masters lie in the host's memory",
+    ),
+    Obstacle(
+        "precision-aware-optimizer",
+        _given("use_precision_aware_optimizer"),
+        "the masters lie inside the inner optimizer, which writes the weights itself",
+    ),
+    Obstacle(
+        "fsdp",
+        _given("use_megatron_fsdp", "use_torch_fsdp2"),
+        "FSDP shards the live weights themselves",
+    ),
+    Obstacle(
+        "quantized-weights",
+        _given("fp8_param_gather", "fp4_param", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
+        "the live weights are quantized",
+    ),
+    Obstacle(
+        "gather-with-step",
+        _given("overlap_param_gather_with_optimizer_step"),
+        "--overlap-param-gather-with-optimizer-step is not proven yet",
+    ),
+    Obstacle(
+        "optimizer-cuda-graph",
+        _given("optimizer_cuda_graph"),
+        "--optimizer-cuda-graph captures the step",
+    ),
+    Obstacle(
+        "quantized-projection-clip",
+        _given("qk_clip"),
+        "--qk-clip rescales live weights and masters by itself",
+    ),
+    Obstacle(
+        "checkpoint-format",
+        lambda args, _: (
+            bool(getattr(args, "save", None) or getattr(args, "load", None))
+            and getattr(args, "ckpt_format", "torch_dist") != "torch_dist"
+        ),
+        "checkpoints of other formats than torch_dist cannot mark raw masters",
+    ),
+)
+
+
+def choose_execution(args: Any, config: ScaleVecConfig) -> Choice:
+    """The mode of a run.
+
+    Args:
+        args: Megatron's, validated.
+        config: The strategy; ``execution`` is what was asked for.
+
+    Raises:
+        ScaleVecError: ``optimizer`` was asked for where it has no effect or is not proven.
+    """
+    zero_centered = bool(getattr(args, "apply_layernorm_1p", False)) and config.has_input_scales
+    folds = config.active and (config.owns_vectors or zero_centered)
+    if not folds:
+        if config.execution == "optimizer":
+            raise ScaleVecError(
+                f"--scalevec-execution optimizer has no effect with --scalevec-strategy {config.strategy}: "
+                "no weight carries scale vectors; drop the flag."
+            )
+        return Choice("autograd", "the norms' own scales; nothing is formed")
+    if config.execution == "autograd":
+        return Choice("autograd", "as asked for; W_eff is formed in every forward pass")
+    found = next((obstacle for obstacle in OBSTACLES if obstacle.applies(args, config)), None)
+    if found is None:
+        return Choice("optimizer", "the live weight is W_eff; W is the optimizer's fp32 master")
+    if config.execution == "optimizer":
+        raise ScaleVecError(
+            f"--scalevec-execution optimizer: {found.reason}; use --scalevec-execution autograd, or drop "
+            "the flag."
+        )
+    return Choice("autograd", f"W_eff is formed in every forward pass, because {found.reason}")

@@ -1,0 +1,247 @@
+"""The passes around an optimizer's step, over all shards of all folded weights of one optimizer.
+
+Per step: the vectors' masters are gathered, every shard's gradient is split, the vectors' gradients are
+completed over the ranks, and after the step the vectors are gathered again and every shard is folded into
+its live weight. The collectives are one per pass and set of folds, on all vectors at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.execution import shard as torch_passes
+from megatron_scalevec.execution.folds import Fold, Vector
+from megatron_scalevec.execution.members import Member, Shard
+from megatron_scalevec.execution.shard import Scales
+from megatron_scalevec.execution.table import VectorTable
+
+__all__ = ["Engine", "FoldSet"]
+
+SMALLEST = 1e-6
+"""Where γ is smaller, W is not recovered from W_eff: the entry starts again at one."""
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """A fold and this rank's shard of its weight."""
+
+    fold: Fold
+    shard: Shard
+
+    @property
+    def columns(self) -> int:
+        return self.fold.weight.shape[1]
+
+
+class FoldSet:
+    """Folds whose weights lie in one member of an optimizer, and their vectors in one."""
+
+    def __init__(self, folds: Sequence[Fold], weights: Member, vectors: Member) -> None:
+        self.folds = list(folds)
+        self.weights, self.vectors = weights, vectors
+        self.tp_group = folds[0].tp_group
+        self.table = VectorTable(
+            list(dict.fromkeys(vector for fold in folds for vector in fold.vectors)), folds[0].weight.device
+        )
+        self.local = [
+            _Sharded(fold, weights.shards[fold.weight]) for fold in folds if fold.weight in weights.shards
+        ]
+        own = [(param, vectors.shards[param]) for param in self.table.values if param in vectors.shards]
+        self._masters = [shard for _, shard in own]
+        self._places = [self.table.values[param][shard.start : shard.stop] for param, shard in own]
+        self._gradients = [self.table.gradients[param][shard.start : shard.stop] for param, shard in own]
+        self.written = False
+        self._unchecked = list(self.local)
+        self._next_check = 0
+
+    # --- collectives -----------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """The vectors' values from their masters: nothing of an earlier gathering is used again."""
+        if self.vectors.group is not None:
+            self.table.flat_values.zero_()
+        if self._places:
+            torch._foreach_copy_(self._places, [shard.master for shard in self._masters])
+        if self.vectors.group is not None:
+            # Every element has one owner, so this sum adds zeros to it: it is exact.
+            dist.all_reduce(self.table.flat_values, group=self.vectors.group)
+        self.table.compose()
+
+    def complete(self, sums: torch.Tensor) -> None:
+        """Sum the vectors' gradients over the ranks that hold the other parts of the weights."""
+        if self.weights.group is not None:
+            dist.all_reduce(sums, group=self.weights.group)
+        if self.tp_group is not None:
+            dist.all_reduce(sums, group=self.tp_group)
+
+    # --- passes ----------------------------------------------------------------------------------------
+
+    def split(self) -> None:
+        """Gradients of W_eff in the masters become those of W; the vectors' masters get theirs."""
+        self.gather()
+        self.check()
+        passes = passes_for(self.table.flat_gamma.device)
+        self.table.flat_sums.zero_()
+        for one in self.local:
+            sums = {
+                v: torch.zeros(v.size, dtype=torch.float64, device=one.shard.live.device)
+                for v in one.fold.vectors
+            }
+            passes.split_gradient(
+                one.shard.gradient,
+                one.shard.master,
+                one.shard.start,
+                one.columns,
+                one.fold.runs,
+                self._scales(one),
+                one.fold.scales(sums.__getitem__),
+            )
+            for vector, total in sums.items():
+                self.table.sums(vector).add_(total)
+        self.complete(self.table.flat_sums)
+        self.table.chain()
+        if self._gradients:
+            torch._foreach_copy_([shard.gradient for shard in self._masters], self._gradients)
+
+    def write(self) -> None:
+        """The live weights from the masters of weights and vectors."""
+        self.gather()
+        passes = passes_for(self.table.flat_gamma.device)
+        for one in self.local:
+            passes.fold_into(
+                one.shard.live,
+                one.shard.master,
+                one.shard.start,
+                one.columns,
+                one.fold.runs,
+                self._scales(one),
+            )
+        self.written = True
+
+    def unfold(self) -> list[Vector]:
+        """The masters of the weights from the live weights and the vectors' masters.
+
+        Returns:
+            Vectors that had entries too close to zero, which were set to one: W is not determined there.
+        """
+        self.gather()
+        revived = self.table.revive(SMALLEST)
+        for vector in revived:
+            for part in vector.parts.values():
+                value = self.table.values[part]
+                part.data.copy_(value.view_as(part))
+                if part in self.vectors.shards:
+                    own = self.vectors.shards[part]
+                    own.master.copy_(value[own.start : own.stop])
+        for one in self.local:
+            one.shard.master.copy_(one.shard.live)
+            torch_passes.unfold_into(
+                one.shard.master, one.shard.start, one.columns, one.fold.runs, self._scales(one)
+            )
+        self._unchecked = list(self.local)
+        return revived
+
+    def _scales(self, one: _Sharded) -> Scales:
+        return one.fold.scales(self.table.gamma)
+
+    # --- the invariant ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Look whether live weights are what their masters fold to, on the first row of some shards.
+
+        All shards at first, later one per step in turn.
+
+        Raises:
+            ScaleVecError: One is not: somebody has changed one without the other.
+        """
+        chosen, self._unchecked = self._unchecked, []
+        if not chosen and self.local:
+            chosen = [self.local[self._next_check % len(self.local)]]
+            self._next_check += 1
+        differs = [(one, self._differs(one)) for one in chosen]
+        if not differs or not bool(torch.stack([flag for _, flag in differs]).any()):
+            return
+        names = [
+            f"{type(one.fold.owner).__name__} {tuple(one.fold.weight.shape)}" for one, flag in differs if flag
+        ]
+        raise ScaleVecError(
+            f"the live weight of {len(names)} of {len(differs)} folded linears (first: {names[0]}) is not "
+            "what the optimizer's master and the scale vectors come to: something has changed a weight, a "
+            "vector or the optimizer's state alone. After changing the model from outside call "
+            "optimizer.reload_model_params()."
+        )
+
+    def _differs(self, one: _Sharded) -> torch.Tensor:
+        elements = min(one.columns, one.shard.stop - one.shard.start)
+        live, expected = one.shard.live[:elements], torch.empty_like(one.shard.live[:elements])
+        torch_passes.fold_into(
+            expected,
+            one.shard.master[:elements],
+            one.shard.start,
+            one.columns,
+            one.fold.runs,
+            self._scales(one),
+        )
+        # Right is also what differs by the last digit: masters that came from W_eff are rounded quotients.
+        return ~torch.isclose(live, expected, rtol=1e-5, atol=0.0, equal_nan=True).all()
+
+
+class Engine:
+    """All folds of an optimizer, single or chained."""
+
+    def __init__(self, sets: Sequence[FoldSet]) -> None:
+        self.sets = list(sets)
+
+    @property
+    def folds(self) -> list[Fold]:
+        """Every fold, in the order of the sets."""
+        return [fold for one in self.sets for fold in one.folds]
+
+    @torch.no_grad()
+    def split(self) -> None:
+        """See :meth:`FoldSet.split`. Gradients are complete, unscaled and not yet clipped."""
+        for one in self.sets:
+            one.split()
+            one.written = False
+
+    @torch.no_grad()
+    def write(self, member: Any) -> None:
+        """A member has copied its masters to the model: fold what can be folded by now.
+
+        Where the vectors are another member's, both must have stepped.
+        """
+        for one in self.sets:
+            if one.weights.optimizer is member and one.vectors.optimizer is member:
+                one.write()
+
+    @torch.no_grad()
+    def unfold(self) -> list[Vector]:
+        """See :meth:`FoldSet.unfold`."""
+        return [vector for one in self.sets for vector in one.unfold()]
+
+    def require_written(self) -> None:
+        """After a step.
+
+        Raises:
+            RuntimeError: Some live weights were left as raw W.
+        """
+        if not all(one.written for one in self.sets):
+            raise RuntimeError(
+                "the optimizer has stepped without folding its masters into the live weights; the hook on "
+                "_copy_main_params_to_model_params did not take part"
+            )
+
+
+def passes_for(device: torch.device) -> Any:
+    """The module with ``split_gradient`` and ``fold_into`` for a device."""
+    if device.type != "cuda":
+        return torch_passes
+    from megatron_scalevec.execution import kernels
+
+    return kernels

@@ -1,0 +1,173 @@
+"""What is folded together: one weight, the branches of its rows, and their vectors.
+
+Any site registers a :class:`Fold` on the module that owns the weight; nothing else in this package asks
+what kind of linear it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_scalevec.execution.shard import Run, Scales, fold_into, runs_of
+from megatron_scalevec.fold import RowMap
+from megatron_scalevec.vectors import compose_vector, vector_parts
+
+__all__ = ["Fold", "Vector", "fold_live_weights", "folds_of", "register_fold", "require_an_engine"]
+
+_ATTRIBUTE = "scalevec_folds"
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A vector by its place: ``name`` on ``owner``, as ``vectors.add_vector`` made it."""
+
+    owner: torch.nn.Module
+    name: str
+
+    @property
+    def parts(self) -> dict[str, torch.nn.Parameter]:
+        """Stored parts by suffix."""
+        return vector_parts(self.owner, self.name)[1]
+
+    @property
+    def kind(self) -> str:
+        """Name of the reparameterization."""
+        return vector_parts(self.owner, self.name)[0]
+
+    @property
+    def size(self) -> int:
+        """Entries of γ."""
+        return max(part.numel() for part in self.parts.values())
+
+
+@dataclass(frozen=True)
+class Fold:
+    """W_eff[r, c] = W[r, c] · γ_in[branch of r][first_column + c] · γ_out[branch of r][channel of r].
+
+    ``inner`` and ``outer`` have one entry per branch, None where the scale is one. ``tp_group``: the group
+    over which a vector's gradient is a sum, None where every rank holds the whole weight.
+    """
+
+    owner: torch.nn.Module
+    weight_name: str
+    runs: tuple[Run, ...]
+    inner: tuple[Vector | None, ...]
+    outer: tuple[Vector | None, ...]
+    first_column: int = 0
+    tp_group: Any = None
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        """The live weight [rows, columns], which is W_eff."""
+        return getattr(self.owner, self.weight_name)
+
+    @property
+    def vectors(self) -> list[Vector]:
+        """The vectors, each once."""
+        return list(dict.fromkeys(v for v in (*self.inner, *self.outer) if v is not None))
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The vectors' stored parts."""
+        return [part for vector in self.vectors for part in vector.parts.values()]
+
+    def scales(self, value_of) -> Scales:
+        """The branches' vectors as they apply to this rank's columns; ``value_of`` maps a vector to [n]."""
+        columns = slice(self.first_column, self.first_column + self.weight.shape[1])
+        return Scales(
+            [None if v is None else value_of(v)[columns] for v in self.inner],
+            [None if v is None else value_of(v) for v in self.outer],
+        )
+
+
+def register_fold(
+    owner: torch.nn.Module,
+    row_map: RowMap,
+    *,
+    inner: Sequence[str | None],
+    outer: Sequence[str | None],
+    weight_name: str = "weight",
+    first_column: int = 0,
+    tp_group: Any = None,
+) -> Fold:
+    """Declare that a weight is W_eff from now on, and make it so.
+
+    Args:
+        owner: Holds the weight and the vectors.
+        row_map: For this rank's rows.
+        inner: Name of each branch's γ_in on ``owner``, None for ones.
+        outer: Name of each branch's γ_out.
+        weight_name: Of a parameter [local rows, local columns], raw W on entry.
+        first_column: Where this rank's columns begin in γ_in.
+        tp_group: Over which the weight is sharded, None where it is not.
+    """
+
+    def vector(name: str | None) -> Vector | None:
+        return None if name is None else Vector(owner, name)
+
+    fold = Fold(
+        owner,
+        weight_name,
+        runs_of(row_map),
+        tuple(map(vector, inner)),
+        tuple(map(vector, outer)),
+        first_column,
+        tp_group if tp_group is not None and tp_group.size() > 1 else None,
+    )
+    owner.__dict__.setdefault(_ATTRIBUTE, []).append(fold)
+    _fold_live(fold)
+    return fold
+
+
+def folds_of(model: torch.nn.Module) -> Iterator[Fold]:
+    """Every fold of a model, in the order of its modules, which is that of every data-parallel rank."""
+    for module in model.modules():
+        yield from module.__dict__.get(_ATTRIBUTE, ())
+
+
+def fold_live_weights(model: torch.nn.Module) -> None:
+    """Take the live weights for raw W, as they are after an initialization from outside: make them W_eff."""
+    for fold in folds_of(model):
+        _fold_live(fold)
+
+
+@torch.no_grad()
+def _fold_live(fold: Fold) -> None:
+    weight = fold.weight
+    if weight.is_meta:
+        return
+    values = {v: compose_vector(v.owner, v.name) for v in fold.vectors}
+    if all(bool((value == 1).all()) for value in values.values()):
+        return
+    raw = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).reshape(-1).clone()
+    fold_into(weight.data.view(-1), raw, 0, weight.shape[1], fold.runs, fold.scales(values.__getitem__))
+
+
+_GUARD = "scalevec_guard"
+
+
+def require_an_engine(model: torch.nn.Module) -> None:
+    """Stop a training forward pass of ``model`` as long as no optimizer folds its weights."""
+    from megatron_scalevec.errors import ScaleVecError
+
+    def refuse(module: torch.nn.Module, *_: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            raise ScaleVecError(
+                "the model's weights are folded inside the optimizer, and no optimizer was told: call "
+                "megatron_scalevec.execution.optimizer.execute_in_optimizer(optimizer, model_chunks) before "
+                "the first step, or build the model with execution 'autograd'."
+            )
+
+    setattr(model, _GUARD, model.register_forward_pre_hook(refuse))
+
+
+def release(model: torch.nn.Module) -> None:
+    """An optimizer folds the model's weights: take the check of :func:`require_an_engine` off again."""
+    for module in model.modules():
+        guard = module.__dict__.pop(_GUARD, None)
+        if guard is not None:
+            guard.remove()

@@ -1,0 +1,138 @@
+"""Where the engine is hooked into Megatron's optimizers.
+
+Three methods of a single optimizer and three of the outermost one are extended, by a subclass that is made
+for each instance's own class; no method of Megatron's classes is replaced, so optimizers of other models
+are untouched.
+
+    _copy_main_params_to_model_params    of the weights' optimizer: then the live weights are folded; the
+                                         gathering of parameters over data-parallel ranks comes later
+    sharded_state_dict                   of the weights' optimizer: raw masters get another key than a stock
+                                         Megatron asks for, which would take them for the live weight's
+    prepare_grads                        of the outermost: then gradients are split; clipping comes later
+    step_with_ready_grads                of the outermost: then every live weight has been folded
+    reload_model_params                  of the outermost: then masters are unfolded
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.execution.buckets import link_ready_signals
+from megatron_scalevec.execution.engine import Engine, FoldSet
+from megatron_scalevec.execution.folds import Fold, folds_of, release
+from megatron_scalevec.execution.members import Member, leaves_of
+from megatron_scalevec.execution.resume import rename_raw_masters
+
+__all__ = ["engine_of", "execute_in_optimizer"]
+
+_ENGINE = "scalevec_engine"
+
+
+def engine_of(optimizer: Any) -> Engine | None:
+    """The engine that :func:`execute_in_optimizer` gave an optimizer, None where it has none."""
+    return getattr(optimizer, _ENGINE, None)
+
+
+def execute_in_optimizer(optimizer: Any, model_chunks: Sequence[torch.nn.Module]) -> None:
+    """Fold the model's weights inside its optimizer from now on.
+
+    Call it once, after the model was wrapped for data parallelism and before anything is loaded or
+    trained. It is collective over the data-parallel ranks. A model without folds is left alone.
+
+    Args:
+        optimizer: Megatron's optimizer over the model, single or chained.
+        model_chunks: The model's chunks.
+
+    Raises:
+        ScaleVecError: A weight or its vectors are in no optimizer that keeps float32 masters of them.
+    """
+    folds = [fold for chunk in model_chunks for fold in folds_of(chunk)]
+    if not folds:
+        return
+    if engine_of(optimizer) is not None:
+        raise ScaleVecError("this optimizer folds the model's weights already; set it up once.")
+    engine = Engine(_sets(folds, [Member(leaf) for leaf in leaves_of(optimizer)]))
+    for leaf in {id(one.weights.optimizer): one.weights.optimizer for one in engine.sets}.values():
+        setattr(leaf, _ENGINE, engine)
+        leaf.__class__ = _folding_member(type(leaf))
+    setattr(optimizer, _ENGINE, engine)
+    optimizer.__class__ = _folding_root(type(optimizer))
+    link_ready_signals(model_chunks)
+    for chunk in model_chunks:
+        release(chunk)
+    engine.unfold()
+
+
+def _sets(folds: Sequence[Fold], members: Sequence[Member]) -> list[FoldSet]:
+    """Folds by the members that hold their weight and their vectors, and by tensor-parallel group."""
+    grouped: dict[tuple, list[Fold]] = {}
+    for fold in folds:
+        of_weight = _member_of(fold.weight, fold, members)
+        of_vectors = {_member_of(part, fold, members) for part in fold.parameters}
+        if of_vectors != {of_weight}:
+            raise ScaleVecError(
+                f"the weight of a {type(fold.owner).__name__} {tuple(fold.weight.shape)} and its scale "
+                "vectors are stepped by different optimizers, which execution inside the optimizer does not "
+                "fold; use --scalevec-execution autograd."
+            )
+        key = members.index(of_weight), None if fold.tp_group is None else id(fold.tp_group)
+        grouped.setdefault(key, []).append(fold)
+    return [FoldSet(own, members[index], members[index]) for (index, _), own in grouped.items()]
+
+
+def _member_of(param: torch.nn.Parameter, fold: Fold, members: Sequence[Member]) -> Member:
+    for member in members:
+        if param in member.params:
+            return member
+    raise ScaleVecError(
+        f"a parameter {tuple(param.shape)} of a {type(fold.owner).__name__} with folded weights is in no "
+        "optimizer that keeps a float32 master of it; train in bf16 or fp16 with Megatron's mixed-precision "
+        "or distributed optimizer, or use --scalevec-execution autograd."
+    )
+
+
+@functools.cache
+def _folding_member(base: type) -> type:
+    class Folding(base):
+        def _copy_main_params_to_model_params(self):
+            super()._copy_main_params_to_model_params()
+            engine_of(self).write(self)
+
+        def sharded_state_dict(self, *args, **kwargs):
+            state = super().sharded_state_dict(*args, **kwargs)
+            rename_raw_masters(state, engine_of(self).folds, *args, **kwargs)
+            return state
+
+    return _named(Folding, f"Folding{base.__name__}")
+
+
+@functools.cache
+def _folding_root(base: type) -> type:
+    class FoldingRoot(base):
+        def prepare_grads(self):
+            found_inf = super().prepare_grads()
+            if not found_inf:
+                engine_of(self).split()
+            return found_inf
+
+        def step_with_ready_grads(self):
+            success = super().step_with_ready_grads()
+            if success:
+                engine_of(self).require_written()
+            return success
+
+        def reload_model_params(self, *args, **kwargs):
+            super().reload_model_params(*args, **kwargs)
+            engine_of(self).unfold()
+
+    return _named(FoldingRoot, f"Root{base.__name__}")
+
+
+def _named(cls: type, name: str) -> type:
+    cls.__name__ = cls.__qualname__ = name
+    return cls

@@ -1,0 +1,281 @@
+"""Both modes of execution side by side: steps of Megatron's own optimizers on small models."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from ranks.initial import fill_by_name
+from ranks.jobs.faults import FAULTS
+
+__all__ = ["compare_executions"]
+
+_STEPS = 20
+
+
+@contextlib.contextmanager
+def _separate_masters():
+    """Have Megatron's mixed-precision optimizers take float32 parameters for half-precision ones.
+
+    Live weights and masters are then both float32: no rounding stands between the two modes.
+    """
+    original = torch.Tensor.type
+
+    def type_(self, *args, **kwargs):
+        found = original(self, *args, **kwargs)
+        return "torch.cuda.BFloat16Tensor" if found == "torch.cuda.FloatTensor" else found
+
+    torch.Tensor.type = type_
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original
+
+
+def compare_executions(
+    cases: list[dict[str, Any]],
+    sequence_parallel: bool = False,
+    fault: str | None = None,
+    **sizes: int,
+) -> list[dict[str, Any]]:
+    """Train every case in both modes.
+
+    Args:
+        cases: ``config`` of the strategy; ``kind`` of model; ``precision`` (``exact``: float32 live weights
+            beside float32 masters; ``bf16``); ``distributed``: the distributed optimizer; ``overlap``: of
+            the gradient reduction; ``model``: overrides of the model's configuration; ``ddp``: of DDP's;
+            ``steps``.
+        sequence_parallel: Of the model.
+        fault: Of :data:`ranks.jobs.faults.FAULTS`, in the optimizer's mode.
+        sizes: Of Megatron's groups.
+
+    Returns:
+        Per case, by mode: ``losses``, ``norms`` of the gradient, ``vectors`` by name. And ``check``: the
+        largest error of the first split relative to float64 autograd on the same gradient (``weight`` and
+        ``vectors``), and whether all live weights are cast(fold(masters)) at the end.
+    """
+    from ranks.models import initialize_parallel
+
+    initialize_parallel(**sizes)
+    results = []
+    for case in cases:
+        result: dict[str, Any] = {}
+        for mode in ("autograd", "optimizer"):
+            exact = case.get("precision", "exact") == "exact"
+            with _separate_masters() if exact else contextlib.nullcontext():
+                result[mode] = _train(
+                    mode, sequence_parallel, fault if mode == "optimizer" else None, sizes, **case
+                )
+        results.append(result)
+    return results
+
+
+def _train(
+    mode: str,
+    sequence_parallel: bool,
+    fault: str | None,
+    sizes: dict[str, int],
+    *,
+    config: dict[str, Any],
+    kind: str = "llama",
+    precision: str = "exact",
+    distributed: bool = True,
+    overlap: bool = False,
+    model: dict[str, Any] | None = None,
+    ddp: dict[str, Any] | None = None,
+    steps: int = _STEPS,
+) -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.optimizer import (
+        OptimizerConfig,
+        get_megatron_optimizer,
+        get_standard_config_overrides,
+    )
+
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from megatron_scalevec.decay import with_decaying_vectors
+    from megatron_scalevec.execution.folds import fold_live_weights
+    from megatron_scalevec.execution.optimizer import engine_of, execute_in_optimizer
+    from ranks.models import SIZES, build_gpt
+
+    dtype = torch.float32 if precision == "exact" else torch.bfloat16
+    tp = parallel_state.get_tensor_model_parallel_rank(), sizes.get("tensor_model_parallel_size", 1)
+    strategy = ScaleVecConfig(**config, execution=mode)
+    gpt = build_gpt(kind, dtype, sequence_parallel=sequence_parallel, **sizes, **(model or {}))
+    apply_scale_vectors(gpt, strategy)
+    fill_by_name(gpt, *tp)
+    fold_live_weights(gpt)
+    wrapped = DistributedDataParallel(
+        gpt.config,
+        DistributedDataParallelConfig(
+            **{
+                "use_distributed_optimizer": distributed,
+                "overlap_grad_reduce": overlap,
+                "grad_reduce_in_fp32": True,
+                **(ddp or {}),
+            }
+        ),
+        gpt,
+    )
+    settings = OptimizerConfig(
+        lr=3e-3, weight_decay=0.1, clip_grad=0.5, bf16=True, use_distributed_optimizer=distributed
+    )
+    overrides = with_decaying_vectors(get_standard_config_overrides(settings), strategy.weight_decay)
+    optimizer = get_megatron_optimizer(settings, [wrapped], config_overrides=overrides)
+    for group in optimizer.param_groups:
+        group["lr"] = settings.lr
+    record: dict[str, Any] = {"losses": [], "norms": [], "check": None}
+    if mode == "optimizer":
+        execute_in_optimizer(optimizer, [wrapped])
+        optimizer.reload_model_params()
+        assert type(gpt.decoder.layers[0].mlp.linear_fc1).__name__ == "ColumnParallelLinear"
+        _record_check(engine_of(optimizer), record)
+        if fault:
+            FAULTS[fault](optimizer, wrapped)
+    shape = (2, SIZES["sequence"])
+    position = torch.arange(shape[1]).expand(shape)
+    for step in range(steps):
+        draw = torch.Generator().manual_seed(100 * step + parallel_state.get_data_parallel_rank())
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = 0.0
+        for microbatch in range(2):
+            tokens = torch.randint(SIZES["vocabulary"], shape, generator=draw)
+            target = torch.randn(*shape, SIZES["vocabulary"], generator=draw)
+            with wrapped.no_sync() if microbatch == 0 else contextlib.nullcontext():
+                part = (wrapped(tokens, position, None).float() * target).mean()
+                part.backward()
+            loss += part.detach()
+        finalize_model_grads([wrapped])
+        success, norm, _ = optimizer.step()
+        assert success
+        torch.distributed.all_reduce(loss)
+        record["losses"].append(float(loss))
+        record["norms"].append(float(norm))
+    record["vectors"] = {
+        name: param.detach().double().numpy().copy()
+        for name, param in gpt.named_parameters()
+        if param.requires_grad and not getattr(param, "tensor_model_parallel", False) and param.dim() == 1
+    }
+    if mode == "optimizer":
+        record["live"] = _live_is_folded(engine_of(optimizer))
+        record["sets"] = len(engine_of(optimizer).sets)
+    return record
+
+
+# --- the oracle ---------------------------------------------------------------------------------------
+
+
+def _record_check(engine, record: dict[str, Any]) -> None:
+    """Compare the first split with float64 autograd on the same gradients."""
+    original = engine.split
+
+    def split():
+        engine.split = original
+        before = [_state(one) for one in engine.sets]
+        original()
+        record["check"] = [_errors(one, state) for one, state in zip(engine.sets, before)]
+
+    engine.split = split
+
+
+def _state(one) -> dict[str, Any]:
+    return {
+        "gradients": [_whole(one, fold, lambda shard: shard.gradient) for fold in one.folds],
+        "masters": [_whole(one, fold, lambda shard: shard.master) for fold in one.folds],
+        "vectors": _vectors(one, lambda shard: shard.master),
+    }
+
+
+def _whole(one, fold, what) -> torch.Tensor:
+    """A weight's value from the shards of all data-parallel ranks, float64 [rows, columns]."""
+    return _gathered(one.weights, fold.weight, what)
+
+
+def _vectors(one, what) -> dict[Any, torch.Tensor]:
+    return {part: _gathered(one.vectors, part, what) for fold in one.folds for part in fold.parameters}
+
+
+def _gathered(member, param, what) -> torch.Tensor:
+    whole = torch.zeros(param.numel(), dtype=torch.float64)
+    if param in member.shards:
+        shard = member.shards[param]
+        whole[shard.start : shard.stop] = what(shard).double()
+    if member.group is not None:
+        torch.distributed.all_reduce(whole, group=member.group)
+    return whole.view(param.shape)
+
+
+def _errors(one, state: dict[str, Any]) -> dict[str, float]:
+    """Largest differences relative to the largest entry."""
+    from reference import product, unit
+
+    leaves = {part: value.requires_grad_() for part, value in state["vectors"].items()}
+    worst = {"weight": 0.0, "vectors": 0.0}
+    for fold, gradient, master in zip(one.folds, state["gradients"], state["masters"]):
+        raw = master.requires_grad_()
+
+        def value(vector):
+            parts = [leaves[part] for part in vector.parts.values()]
+            return {"none": lambda x: x, "product": product, "unit": unit}[vector.kind](*parts)
+
+        (_effective(raw, fold, value) * gradient).sum().backward()
+        found = _whole(one, fold, lambda shard: shard.gradient)
+        worst["weight"] = max(worst["weight"], _relative(found, raw.grad))
+    ours = _vectors(one, lambda shard: shard.gradient)
+    for part, leaf in leaves.items():
+        expected = leaf.grad
+        if one.tp_group is not None:
+            torch.distributed.all_reduce(expected, group=one.tp_group)
+        # A scalar's gradient is a sum in which much may cancel.
+        scale = max(float(expected.abs().max()), float(expected.abs().max()))
+        if part.numel() == 1:
+            scale = max(scale, 1e-2 * max(float(o.abs().max()) for o in ours.values()))
+        worst["vectors"] = max(worst["vectors"], float((ours[part] - expected).abs().max()) / scale)
+    return worst
+
+
+def _effective(raw: torch.Tensor, fold, value) -> torch.Tensor:
+    """W_eff, branch by branch with diagonal matrices, from the reference."""
+    from reference import effective_weight
+
+    scales = fold.scales(value)
+    rows = []
+    for run in fold.runs:
+        outer = scales.outer[run.branch]
+        if outer is not None:
+            outer = outer[run.channel : run.channel + run.stop - run.start]
+        rows.append(effective_weight(raw[run.start : run.stop], scales.inner[run.branch], outer))
+    return torch.cat(rows)
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _live_is_folded(engine) -> bool:
+    """Whether every shard of every live weight is cast(fold(masters)), bit by bit, computed whole."""
+    for one in engine.sets:
+        one.gather()
+        for local in one.local:
+            fold, shard = local.fold, local.shard
+            scales = fold.scales(one.table.gamma)
+            raw = torch.zeros(fold.weight.numel())
+            raw[shard.start : shard.stop] = shard.master
+            rows = []
+            for run in fold.runs:
+                block = raw.view(fold.weight.shape)[run.start : run.stop]
+                if scales.inner[run.branch] is not None:
+                    block = block * scales.inner[run.branch]
+                if scales.outer[run.branch] is not None:
+                    channels = slice(run.channel, run.channel + run.stop - run.start)
+                    block = block * scales.outer[run.branch][channels, None]
+                rows.append(block)
+            expected = torch.cat(rows).view(-1)[shard.start : shard.stop].to(fold.weight.dtype)
+            if not torch.equal(expected, shard.live):
+                return False
+    return True

@@ -1,0 +1,77 @@
+"""Execution inside the optimizer, broken on purpose: each must be noticed, by the run or by a comparison."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["FAULTS"]
+
+
+def _engine(optimizer):
+    from megatron_scalevec.execution.optimizer import engine_of
+
+    return engine_of(optimizer)
+
+
+def _leave_one_out(optimizer, wrapped) -> None:
+    """The first weight is not folded after a step."""
+    for one in _engine(optimizer).sets:
+        original, kept = one.write, one.local
+
+        def write(one=one, original=original, kept=kept):
+            one.local = kept[1:]
+            original()
+            one.local = kept
+
+        one.write = write
+
+
+def _fold_twice(optimizer, wrapped) -> None:
+    """Live weights are folded once more after every step."""
+    from megatron_scalevec.execution.folds import fold_live_weights
+
+    original = optimizer.step
+
+    def step():
+        result = original()
+        with torch.no_grad():
+            fold_live_weights(wrapped)
+        return result
+
+    optimizer.step = step
+
+
+def _drop_reduction(optimizer, wrapped) -> None:
+    """Vectors get the gradient of this rank's rows and shards alone."""
+    for one in _engine(optimizer).sets:
+        one.complete = lambda sums: None
+
+
+def _forget_to_write(optimizer, wrapped) -> None:
+    _engine(optimizer).write = lambda member: None
+
+
+def _load_vectors_alone(optimizer, wrapped) -> None:
+    """Between two steps somebody loads vectors into the optimizer and leaves the model as it is."""
+    original = optimizer.step
+    steps = []
+
+    def step():
+        if len(steps) == 2:
+            for one in _engine(optimizer).sets:
+                for shard in one._masters:
+                    shard.master.mul_(1.5)
+                one._unchecked = []
+        steps.append(1)
+        return original()
+
+    optimizer.step = step
+
+
+FAULTS = {
+    "leave-one-out": _leave_one_out,
+    "fold-twice": _fold_twice,
+    "drop-reduction": _drop_reduction,
+    "forget-to-write": _forget_to_write,
+    "load-vectors-alone": _load_vectors_alone,
+}
