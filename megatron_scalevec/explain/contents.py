@@ -102,8 +102,10 @@ def look_at(run: DryRun) -> Explanation:
     whole = this_rank = None
     if config.active:
         in_order = [record for _, record in sorted(records, key=lambda pair: pair[0])]
-        whole = audit_of_records(in_order, config, model_config)
-        this_rank = audit_of_records([own["record"]], config, model_config, Share.held_by(own["chunks"]))
+        reason = run.session.execution_reason
+        whole = audit_of_records(in_order, config, model_config, reason=reason)
+        share = Share.held_by(own["chunks"])
+        this_rank = audit_of_records([own["record"]], config, model_config, share, reason)
     return Explanation(
         strategy=config.describe(),
         rank=run.rank,

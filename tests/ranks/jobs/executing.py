@@ -10,7 +10,7 @@ import torch
 from ranks.initial import fill_by_name
 from ranks.jobs.faults import FAULTS
 
-__all__ = ["compare_executions"]
+__all__ = ["compare_executions", "train_unrounded"]
 
 _STEPS = 20
 
@@ -282,3 +282,24 @@ def _live_is_folded(engine) -> bool:
             if not torch.equal(expected, shard.live):
                 return False
     return True
+
+
+def train_unrounded(argv: list[str]) -> dict[str, Any]:
+    """A whole bf16 run in which nothing is rounded: live weights and masters are float32, both exist."""
+    from ranks.jobs.training import train
+
+    masters = _separate_masters()
+    torch.bfloat16 = torch.float32
+    torch.Tensor.bfloat16 = torch.nn.Module.bfloat16 = lambda self: self
+
+    import megatron.core.optimizer as optimizer
+    from megatron.training import training
+
+    original = optimizer.get_megatron_optimizer
+
+    def get_megatron_optimizer(*args, **kwargs):
+        with masters:
+            return original(*args, **kwargs)
+
+    optimizer.get_megatron_optimizer = training.get_megatron_optimizer = get_megatron_optimizer
+    return train(argv)

@@ -1,0 +1,142 @@
+"""Execution inside the optimizer in whole runs of Megatron's loop: layouts, precisions, checkpoints."""
+
+import numpy as np
+import pytest
+from ranks.arguments import LAYOUTS, tiny_gpt
+from ranks.pool import RankFailure
+
+pytestmark = pytest.mark.needs_training
+
+DISTRIBUTED = ["--use-distributed-optimizer"]
+OVERLAP = [*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather"]
+RESHARDABLE = [*DISTRIBUTED, "--dist-ckpt-optim-fully-reshardable"]
+FOLDABLE = ["--scalevec-strategy", "unified-foldable"]
+
+
+def _modes(ranks, layout, *flags, strategy="unified", job="train_unrounded"):
+    world_size, arguments = LAYOUTS[layout]
+    argv = tiny_gpt("llama", "--bf16", *arguments, *flags, "--scalevec-strategy", strategy)
+    autograd = ranks.run(job, world_size, argv=[*argv, "--scalevec-execution", "autograd"])[-1]
+    optimizer = ranks.run(job, world_size, argv=argv)[-1]
+    assert autograd["audit"]["execution"] == "autograd"
+    assert optimizer["audit"]["execution"] == "optimizer"
+    return optimizer, autograd
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        ("pp2", OVERLAP),
+        ("pp2-vpp", OVERLAP),
+        ("cp2", DISTRIBUTED),
+        ("dp2-distopt", ["--global-batch-size", "16", "--mtp-num-layers", "1"]),
+        ("tp4", []),
+        ("full-recompute", ["--rampup-batch-size", "4", "4", "32", "--global-batch-size", "8"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_both_modes_in_a_layout(ranks, layout, flags):
+    """Losses and clipped gradient norms of ten iterations, without rounding between the modes."""
+    optimizer, autograd = _modes(ranks, layout, *flags)
+    assert len(optimizer["losses"]) == len(autograd["losses"]) > 3
+    np.testing.assert_allclose(optimizer["losses"], autograd["losses"], rtol=2e-6)
+    np.testing.assert_allclose(optimizer["grad_norms"], autograd["grad_norms"], rtol=2e-5)
+
+
+def test_rounding_to_bfloat16_costs_no_more_than_by_autograd(ranks):
+    """Distance from the run without rounding, over ten iterations."""
+    exact, _ = _modes(ranks, "serial", strategy="unified-foldable")
+    optimizer, autograd = _modes(ranks, "serial", strategy="unified-foldable", job="train")
+
+    def distance(run):
+        return np.abs(np.subtract(run["losses"], exact["losses"])).max()
+
+    assert 0 < distance(optimizer) < 2 * distance(autograd)
+
+
+def test_skipped_steps_of_fp16(ranks):
+    """The initial loss scale overflows: steps are skipped, then the run goes on, in both modes alike."""
+    flags = ["--fp16", "--initial-loss-scale", str(2**40), "--loss-scale-window", "2"]
+    argv = tiny_gpt("llama", *flags, *OVERLAP, *FOLDABLE, "--train-iters", "30")
+    [ours, _] = ranks.run("train", 2, argv=argv)
+    [theirs, _] = ranks.run("train", 2, argv=[*argv, "--scalevec-execution", "autograd"])
+    assert ours["audit"]["execution"] == "optimizer"
+    assert np.isfinite(ours["losses"]).all()
+    assert len(ours["losses"]) == len(theirs["losses"])
+    np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=3e-3)
+
+
+# --- checkpoints --------------------------------------------------------------------------------------
+
+
+def _save(folder):
+    return ["--save", str(folder), "--save-interval", "5"]
+
+
+def _load(folder):
+    return ["--load", str(folder), "--ckpt-step", "5"]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    """Ten iterations on two tensor-parallel ranks, in a format that any layout can load."""
+    folder = tmp_path_factory.mktemp("folded")
+    argv = tiny_gpt("llama", "--bf16", "--tensor-model-parallel-size", "2", *RESHARDABLE, *FOLDABLE)
+    return folder, ranks.run("train", 2, argv=[*argv, *_save(folder)])[-1]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2-distopt", "pp2"])
+def test_resuming_in_another_layout(ranks, saved, layout):
+    """Masters, moments and vectors: the same layout repeats the run, others up to rounding."""
+    folder, whole = saved
+    world_size, arguments = LAYOUTS[layout]
+    argv = tiny_gpt("llama", "--bf16", *arguments, *RESHARDABLE, *FOLDABLE, *_load(folder))
+    run = ranks.run("train", world_size, argv=argv, by_name=False)[-1]
+    assert run["audit"]["execution"] == "optimizer"
+    rtol = 0 if layout == "tp2" else 1e-3
+    np.testing.assert_allclose(run["losses"], whole["losses"][5:], rtol=rtol)
+
+
+def test_resuming_without_the_optimizer_keeps_the_function(ranks, saved):
+    """W is what the live weight and the vectors say; the next iteration's loss is the same, bit by bit."""
+    folder, whole = saved
+    argv = tiny_gpt("llama", "--bf16", "--tensor-model-parallel-size", "2", *RESHARDABLE, *FOLDABLE)
+    run = ranks.run("train", 2, argv=[*argv, *_load(folder), "--no-load-optim"], by_name=False)[-1]
+    assert run["losses"][0] == whole["losses"][5]
+
+
+def _stock(*flags):
+    return tiny_gpt("llama", "--bf16", *RESHARDABLE, *flags)
+
+
+def test_stock_megatron_loads_the_model(ranks, saved):
+    """Without the plugin and without the optimizer's state: the same function."""
+    folder, whole = saved
+    flags = ["--tensor-model-parallel-size", "2", *_load(folder), "--no-load-optim"]
+    run = ranks.run("train", 2, argv=_stock(*flags), plugin=False, by_name=False)[-1]
+    np.testing.assert_allclose(run["losses"][0], whole["losses"][5], rtol=1e-3)
+
+
+def test_stock_megatron_does_not_load_the_optimizer(ranks, saved):
+    """Its first step would drop the fold."""
+    folder, _ = saved
+    flags = ["--tensor-model-parallel-size", "2", *_load(folder)]
+    with pytest.raises(RankFailure) as caught:
+        ranks.run("train", 2, argv=_stock(*flags), plugin=False, by_name=False)
+    assert "optimizer.state" in str(caught.value)
+
+
+def test_raw_masters_have_a_key_of_their_own(ranks, saved):
+    folder, _ = saved
+    [tensors] = ranks.run("checkpoint_tensors", folder=str(folder / "iter_0000005"))
+    raw = [name for name in tensors if "scalevec_raw" in name]
+    assert len(raw) == 2 and not any(
+        "optimizer" in name and name in raw for name in tensors if name not in raw
+    )
+
+
+def test_the_other_mode_is_told_to_be_this_one(ranks, saved):
+    folder, _ = saved
+    argv = tiny_gpt("llama", "--bf16", "--tensor-model-parallel-size", "2", *RESHARDABLE, *FOLDABLE)
+    with pytest.raises(RankFailure, match="give --scalevec-execution optimizer"):
+        ranks.run("train", 2, argv=[*argv, *_load(folder), "--scalevec-execution", "autograd"])
