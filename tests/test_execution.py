@@ -1,8 +1,13 @@
 """Execution inside the optimizer: the same numbers as by autograd, or the run stops."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from ranks.pool import RankFailure
+
+from megatron_scalevec import ScaleVecConfig, ScaleVecError
+from megatron_scalevec.execution.choice import OBSTACLES, choose_execution
 
 FOLDING = ["hg", "post-qkv", "dp", "dnp", "or", "unified", "unified-foldable"]
 # Smaller than the tests' usual model; the hidden size makes shards end in the middle of rows.
@@ -90,6 +95,75 @@ def test_bfloat16_weights_are_cast_folded_masters(ranks):
         assert own["live"]
         for errors in own["check"]:
             assert errors["weight"] < 5e-7 and errors["vectors"] < 1e-6, errors
+
+
+@pytest.mark.needs_training  # the environment with emerging-optimizers
+def test_muon_steps_weights_and_adam_their_vectors(ranks):
+    """Two optimizers in a chain. Muon orthogonalizes in bfloat16, so losses agree to its rounding only."""
+    case = _case("unified-foldable", optimizer="muon", distributed=False)
+    [result] = ranks.run("compare_executions", 2, cases=[case], tensor_model_parallel_size=2)[0]
+    differences = _differences(result)
+    assert differences["losses"] < 2e-2 and differences["norms"] < 5e-3, differences
+    own = result["optimizer"]
+    [errors] = own["check"]
+    assert errors["weight"] < 5e-7 and errors["vectors"] < 1e-6, errors
+    assert own["live"]
+
+
+def _arguments(**more):
+    return SimpleNamespace(**{"bf16": True, "optimizer": "adam", **more})
+
+
+def test_auto_takes_the_optimizer_where_it_is_proven():
+    config = ScaleVecConfig(strategy="unified")
+    assert choose_execution(_arguments(), config).mode == "optimizer"
+    assert choose_execution(_arguments(bf16=False, fp16=True), config).mode == "optimizer"
+    asked = choose_execution(_arguments(), ScaleVecConfig(strategy="unified", execution="autograd"))
+    assert (asked.mode, asked.reason.split(";")[0]) == ("autograd", "as asked for")
+
+
+@pytest.mark.parametrize("strategy", ["stock", "none", "iwd"])
+def test_nothing_to_fold(strategy):
+    assert choose_execution(_arguments(), ScaleVecConfig(strategy=strategy)).mode == "autograd"
+    # γ − 1 in the norms: the scale moves to the linear.
+    zero_centered = _arguments(apply_layernorm_1p=True)
+    moved = choose_execution(zero_centered, ScaleVecConfig(strategy=strategy)).mode
+    assert moved == ("optimizer" if strategy == "iwd" else "autograd")
+    if strategy != "stock":
+        with pytest.raises(ScaleVecError, match="has no effect with --scalevec-strategy"):
+            choose_execution(_arguments(), ScaleVecConfig(strategy=strategy, execution="optimizer"))
+
+
+OBSTACLES_MET = {
+    "full-precision": {"bf16": False},
+    "float32-vectors": {},
+    "experts": {"num_experts": 8},
+    "latent-attention": {"multi_latent_attention": True},
+    "hybrid": {"hybrid_layer_pattern": "M*"},
+    "optimizer": {"optimizer": "soap"},
+    "layer-wise-optimizer": {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True},
+    "optimizer-cpu-offload": {"optimizer_cpu_offload": True},
+    "precision-aware-optimizer": {"use_precision_aware_optimizer": True},
+    "fsdp": {"use_megatron_fsdp": True},
+    "quantized-weights": {"fp8_param_gather": True},
+    "gather-with-step": {"overlap_param_gather_with_optimizer_step": True},
+    "optimizer-cuda-graph": {"optimizer_cuda_graph": True},
+    "qk-clip": {"qk_clip": True},
+    "checkpoint-format": {"save": "somewhere", "ckpt_format": "torch"},
+}
+
+
+def test_every_obstacle_leads_to_autograd_and_refuses_the_optimizer():
+    """Entry by entry; each with its own reason."""
+    assert OBSTACLES_MET.keys() == {obstacle.name for obstacle in OBSTACLES}
+    for obstacle in OBSTACLES:
+        dtype = "fp32" if obstacle.name == "float32-vectors" else None
+        args = _arguments(**OBSTACLES_MET[obstacle.name])
+        found = choose_execution(args, ScaleVecConfig(strategy="hg", vector_dtype=dtype))
+        assert found.mode == "autograd" and found.reason.endswith(f"because {obstacle.reason}")
+        with pytest.raises(ScaleVecError) as caught:
+            choose_execution(args, ScaleVecConfig(strategy="hg", vector_dtype=dtype, execution="optimizer"))
+        assert obstacle.reason in str(caught.value) and "autograd" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,13 @@ OBSTACLES: tuple[Obstacle, ...] = (
     ),
     Obstacle(
         "optimizer",
-        lambda args, _: getattr(args, "optimizer", "adam") not in ("adam", "sgd"),
-        "this optimizer steps weights and vectors apart",
+        lambda args, _: getattr(args, "optimizer", "adam") not in ("adam", "sgd", "muon"),
+        "this optimizer's step is not proven to leave masters where they can be folded",
+    ),
+    Obstacle(
+        "layer-wise-optimizer",
+        _given("use_layer_wise_distributed_optimizer", "use_layer_wise_param_layout"),
+        "the layer-wise optimizer steps a weight on one rank and its vectors on another",
     ),
     Obstacle(
         "optimizer-cpu-offload",
@@ -101,7 +106,7 @@ OBSTACLES: tuple[Obstacle, ...] = (
         "--optimizer-cuda-graph captures the step",
     ),
     Obstacle(
-        "quantized-projection-clip",
+        "qk-clip",
         _given("qk_clip"),
         "--qk-clip rescales live weights and masters by itself",
     ),

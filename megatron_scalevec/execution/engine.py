@@ -57,8 +57,15 @@ class FoldSet:
         self._places = [self.table.values[param][shard.start : shard.stop] for param, shard in own]
         self._gradients = [self.table.gradients[param][shard.start : shard.stop] for param, shard in own]
         self.written = False
+        self.waiting: set[int] = set()
+        self.expect_step()
         self._unchecked = list(self.local)
         self._next_check = 0
+
+    def expect_step(self) -> None:
+        """The optimizers of weights and vectors are about to step."""
+        self.written = False
+        self.waiting = {id(self.weights.optimizer), id(self.vectors.optimizer)}
 
     # --- collectives -----------------------------------------------------------------------------------
 
@@ -208,7 +215,7 @@ class Engine:
         """See :meth:`FoldSet.split`. Gradients are complete, unscaled and not yet clipped."""
         for one in self.sets:
             one.split()
-            one.written = False
+            one.expect_step()
 
     @torch.no_grad()
     def write(self, member: Any) -> None:
@@ -217,7 +224,8 @@ class Engine:
         Where the vectors are another member's, both must have stepped.
         """
         for one in self.sets:
-            if one.weights.optimizer is member and one.vectors.optimizer is member:
+            one.waiting.discard(id(member))
+            if not one.waiting and not one.written:
                 one.write()
 
     @torch.no_grad()

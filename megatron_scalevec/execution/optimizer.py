@@ -4,9 +4,10 @@ Three methods of a single optimizer and three of the outermost one are extended,
 for each instance's own class; no method of Megatron's classes is replaced, so optimizers of other models
 are untouched.
 
-    _copy_main_params_to_model_params    of the weights' optimizer: then the live weights are folded; the
-                                         gathering of parameters over data-parallel ranks comes later
-    sharded_state_dict                   of the weights' optimizer: raw masters get another key than a stock
+    _copy_main_params_to_model_params    of a single one: then live weights are folded, as soon as both their
+                                         own optimizer and their vectors' have stepped; the gathering of
+                                         parameters over data-parallel ranks comes later
+    sharded_state_dict                   of a single one: raw masters get another key than a stock
                                          Megatron asks for, which would take them for the live weight's
     prepare_grads                        of the outermost: then gradients are split; clipping comes later
     step_with_ready_grads                of the outermost: then every live weight has been folded
@@ -57,7 +58,8 @@ def execute_in_optimizer(optimizer: Any, model_chunks: Sequence[torch.nn.Module]
     if engine_of(optimizer) is not None:
         raise ScaleVecError("this optimizer folds the model's weights already; set it up once.")
     engine = Engine(_sets(folds, [Member(leaf) for leaf in leaves_of(optimizer)]))
-    for leaf in {id(one.weights.optimizer): one.weights.optimizer for one in engine.sets}.values():
+    members = dict.fromkeys(member for one in engine.sets for member in (one.weights, one.vectors))
+    for leaf in (member.optimizer for member in members):
         setattr(leaf, _ENGINE, engine)
         leaf.__class__ = _folding_member(type(leaf))
     setattr(optimizer, _ENGINE, engine)
@@ -73,16 +75,17 @@ def _sets(folds: Sequence[Fold], members: Sequence[Member]) -> list[FoldSet]:
     grouped: dict[tuple, list[Fold]] = {}
     for fold in folds:
         of_weight = _member_of(fold.weight, fold, members)
-        of_vectors = {_member_of(part, fold, members) for part in fold.parameters}
-        if of_vectors != {of_weight}:
+        of_vectors, *others = dict.fromkeys(_member_of(part, fold, members) for part in fold.parameters)
+        # A distributed optimizer gathers its weights over ranks before another one has stepped.
+        if others or (of_vectors is not of_weight and of_weight.group is not None):
             raise ScaleVecError(
                 f"the weight of a {type(fold.owner).__name__} {tuple(fold.weight.shape)} and its scale "
                 "vectors are stepped by different optimizers, which execution inside the optimizer does not "
                 "fold; use --scalevec-execution autograd."
             )
-        key = members.index(of_weight), None if fold.tp_group is None else id(fold.tp_group)
+        key = of_weight, of_vectors, None if fold.tp_group is None else id(fold.tp_group)
         grouped.setdefault(key, []).append(fold)
-    return [FoldSet(own, members[index], members[index]) for (index, _), own in grouped.items()]
+    return [FoldSet(own, weights, vectors) for (weights, vectors, _), own in grouped.items()]
 
 
 def _member_of(param: torch.nn.Parameter, fold: Fold, members: Sequence[Member]) -> Member:

@@ -21,7 +21,8 @@ __all__ = ["RAW", "rename_raw_masters"]
 RAW = "scalevec_raw"
 """Part of the key of every tensor that holds raw masters."""
 
-_MASTER = "optimizer.state.fp32_param."
+# Of the plain mixed-precision optimizer, and of the distributed one's fully reshardable format.
+_MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 _BUCKETS = ".bucket_idx_"
 _FORMATS = ("dp_reshardable", "fully_reshardable", "fully_sharded_model_space")
 
@@ -38,6 +39,7 @@ def rename_raw_masters(
 
     Raises:
         ScaleVecError: The format is one in which masters cannot be told from the rest.
+        RuntimeError: There are tensors, and none was recognized as raw masters.
     """
     kind = state.get("param_state_sharding_type", "fully_reshardable")
     if kind not in _FORMATS:
@@ -48,14 +50,30 @@ def rename_raw_masters(
         )
     weights = {id(fold.weight) for fold in folds}
     keys = {entry.key for _, _, entry in _sharded(model_sharded_state_dict) if id(entry.data) in weights}
+    seen = renamed = 0
     for holder, index, entry in _sharded(state):
-        if entry.key.startswith(_MASTER) and entry.key.removeprefix(_MASTER) in keys:
-            key = f"{_MASTER}{RAW}.{entry.key.removeprefix(_MASTER)}"
-        elif _BUCKETS in entry.key and entry.key.endswith(".param"):
-            key = f"{entry.key}.{RAW}"
-        else:
-            continue
-        holder[index] = dataclasses.replace(entry, key=key)
+        seen += 1
+        key = _renamed(entry.key, keys)
+        if key != entry.key:
+            holder[index] = dataclasses.replace(entry, key=key)
+            renamed += 1
+    if (
+        keys and seen and not renamed and kind != "fully_sharded_model_space"
+    ):  # there a rank has its own shards only
+        raise RuntimeError(
+            "no raw master was recognized in the optimizer's sharded state: a stock Megatron would load it "
+            "without complaint and drop the fold"
+        )
+
+
+def _renamed(key: str, folded: set[str]) -> str:
+    if _BUCKETS in key and key.endswith(".param"):
+        # A bucket holds folded and other parameters without their names.
+        return f"{key}.{RAW}"
+    for prefix in _MASTERS:
+        if key.startswith(prefix) and key.removeprefix(prefix) in folded:
+            return f"{prefix}{RAW}.{key.removeprefix(prefix)}"
+    return key
 
 
 def _sharded(node: Any) -> Iterator[tuple[Any, Any, Any]]:

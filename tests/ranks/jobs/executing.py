@@ -46,7 +46,7 @@ def compare_executions(
         cases: ``config`` of the strategy; ``kind`` of model; ``precision`` (``exact``: float32 live weights
             beside float32 masters; ``bf16``); ``distributed``: the distributed optimizer; ``overlap``: of
             the gradient reduction; ``model``: overrides of the model's configuration; ``ddp``: of DDP's;
-            ``steps``.
+            ``optimizer``: its name; ``steps``.
         sequence_parallel: Of the model.
         fault: Of :data:`ranks.jobs.faults.FAULTS`, in the optimizer's mode.
         sizes: Of Megatron's groups.
@@ -82,6 +82,7 @@ def _train(
     overlap: bool = False,
     model: dict[str, Any] | None = None,
     ddp: dict[str, Any] | None = None,
+    optimizer: str = "adam",
     steps: int = _STEPS,
 ) -> dict[str, Any]:
     from megatron.core import parallel_state
@@ -119,27 +120,32 @@ def _train(
         gpt,
     )
     settings = OptimizerConfig(
-        lr=3e-3, weight_decay=0.1, clip_grad=0.5, bf16=True, use_distributed_optimizer=distributed
+        optimizer=optimizer,
+        lr=3e-3,
+        weight_decay=0.1,
+        clip_grad=0.5,
+        bf16=True,
+        use_distributed_optimizer=distributed,
     )
     overrides = with_decaying_vectors(get_standard_config_overrides(settings), strategy.weight_decay)
     with _separate_masters() if precision == "exact" else contextlib.nullcontext():
-        optimizer = get_megatron_optimizer(settings, [wrapped], config_overrides=overrides)
-    for group in optimizer.param_groups:
+        stepper = get_megatron_optimizer(settings, [wrapped], config_overrides=overrides)
+    for group in stepper.param_groups:
         group["lr"] = settings.lr
     record: dict[str, Any] = {"losses": [], "norms": [], "check": None}
     if mode == "optimizer":
-        execute_in_optimizer(optimizer, [wrapped])
-        optimizer.reload_model_params()
+        execute_in_optimizer(stepper, [wrapped])
+        stepper.reload_model_params()
         assert type(gpt.decoder.layers[0].mlp.linear_fc1).__name__ == "ColumnParallelLinear"
-        _record_check(engine_of(optimizer), record)
+        _record_check(engine_of(stepper), record)
         if fault:
-            FAULTS[fault](optimizer, wrapped)
+            FAULTS[fault](stepper, wrapped)
     shape = (2, SIZES["sequence"])
     position = torch.arange(shape[1]).expand(shape)
     for step in range(steps):
         draw = torch.Generator().manual_seed(100 * step + parallel_state.get_data_parallel_rank())
         wrapped.zero_grad_buffer()
-        optimizer.zero_grad()
+        stepper.zero_grad()
         loss = 0.0
         for microbatch in range(2):
             tokens = torch.randint(SIZES["vocabulary"], shape, generator=draw)
@@ -149,7 +155,7 @@ def _train(
                 part.backward()
             loss += part.detach()
         finalize_model_grads([wrapped])
-        success, norm, _ = optimizer.step()
+        success, norm, _ = stepper.step()
         assert success
         torch.distributed.all_reduce(loss)
         record["losses"].append(float(loss))
@@ -160,8 +166,8 @@ def _train(
         if param.requires_grad and not getattr(param, "tensor_model_parallel", False) and param.dim() == 1
     }
     if mode == "optimizer":
-        record["live"] = _live_is_folded(engine_of(optimizer))
-        record["sets"] = len(engine_of(optimizer).sets)
+        record["live"] = _live_is_folded(engine_of(stepper))
+        record["sets"] = len(engine_of(stepper).sets)
     return record
 
 

@@ -95,7 +95,8 @@ def train(
             result = original(*args, **kwargs)
             if "lm loss" in result[0]:
                 record["losses"].append(float(result[0]["lm loss"]))
-            record["grad_norms"].append(float(result[5]))
+            skipped = result[5] is None
+            record["grad_norms"].append(float("nan") if skipped else float(result[5]))
             return result
 
         return train_step
