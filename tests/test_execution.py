@@ -110,6 +110,22 @@ def test_muon_steps_weights_and_adam_their_vectors(ranks):
     assert own["live"]
 
 
+@pytest.mark.parametrize("reparam", ["none", "product", "unit"])
+def test_a_start_without_masters_never_freezes_a_channel(ranks, reparam):
+    """γ = 0 would leave W at zero, and neither would get a gradient again."""
+    [found] = ranks.run("start_from_dead_channels", reparam=reparam)
+    assert found == dict.fromkeys(("function_kept", "revived", "live_is_folded", "learns"), True)
+
+
+def test_an_optimizer_that_was_not_told_stops_the_run(ranks):
+    [found] = ranks.run("train_without_an_engine")
+    assert "no optimizer was told: call megatron_scalevec.execution" in found["forward"]
+    assert "does not fold 4 of 4 weights" in found["audit"]
+    assert found["evaluation"] == "True" and found["execution"] == "optimizer"
+    assert "folds the model's weights already" in found["twice"]
+    assert "in no optimizer that keeps a float32 master" in found["full precision"]
+
+
 def _arguments(**more):
     return SimpleNamespace(**{"bf16": True, "optimizer": "adam", **more})
 

@@ -72,7 +72,7 @@ OBSTACLES: tuple[Obstacle, ...] = (
     ),
     Obstacle(
         "layer-wise-optimizer",
-        _given("use_layer_wise_distributed_optimizer", "use_layer_wise_param_layout"),
+        _given("use_layer_wise_distributed_optimizer"),
         "the layer-wise optimizer steps a weight on one rank and its vectors on another",
     ),
     Obstacle(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -105,40 +106,60 @@ def fold_kernel(
     tl.store(live + (at - start), folded.to(live.dtype.element_ty), mask=inside)
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """How a shard is cut into blocks of rows; the same in every step."""
+
+    blocks: torch.Tensor  # int32 [blocks, 3]: first row, end, offset of the branch's γ_in; by branch
+    spans: tuple[tuple[int, int], ...]  # blocks of each branch
+    channels: torch.Tensor  # int64 [rows of the shard], in the branches' γ_out one after the other
+    first_row: int
+    rows: int
+
+
 @functools.lru_cache(maxsize=4096)
-def _blocks(
-    start: int, stop: int, columns: int, runs: tuple[Run, ...], device: torch.device
-) -> tuple[torch.Tensor, int, int, tuple[tuple[int, int, int], ...]]:
-    """Blocks of rows of a shard [blocks, 3], its first row and number of rows, and per run its branch and
-    its blocks."""
+def _plan(
+    start: int, stop: int, columns: int, runs: tuple[Run, ...], sizes: tuple[int, ...], device: torch.device
+) -> _Plan:
     first_row, end_row = start // columns, -(-stop // columns)
-    rows, spans = [], []
+    blocks: list[list[tuple[int, int, int]]] = [[] for _ in sizes]
+    channels = []
     for run in runs:
         low, high = max(first_row, run.start), min(end_row, run.stop)
-        if low < high:
-            before = len(rows)
-            rows += [(row, min(row + ROWS, high), run.branch * columns) for row in range(low, high, ROWS)]
-            spans.append((run.branch, before, len(rows)))
-    table = torch.tensor(rows, dtype=torch.int32).to(device)
-    return table, first_row, end_row - first_row, tuple(spans)
+        at = sum(sizes[: run.branch]) + run.channel - run.start
+        channels += range(at + low, at + high)
+        for row in range(low, high, ROWS):
+            blocks[run.branch].append((row, min(row + ROWS, high), run.branch * columns))
+    ends = [sum(map(len, blocks[: branch + 1])) for branch in range(len(sizes))]
+    return _Plan(
+        torch.tensor([block for own in blocks for block in own], dtype=torch.int32).to(device),
+        tuple(zip([0, *ends], ends)),
+        torch.tensor(channels).to(device),
+        first_row,
+        end_row - first_row,
+    )
 
 
-def _vectors(
-    scales: Scales, runs: Sequence[Run], columns: int, first_row: int, rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """γ_in [branches · columns] and γ_out per row of the shard, ones where there is none."""
+def _sizes(runs: Sequence[Run], branches: int) -> tuple[int, ...]:
+    """Channels of each branch that the rows come from, as many as a vector must have."""
+    ends = [0] * branches
+    for run in runs:
+        ends[run.branch] = max(ends[run.branch], run.channel + run.stop - run.start)
+    return tuple(ends)
+
+
+def _prepare(
+    start: int, stop: int, columns: int, runs: Sequence[Run], scales: Scales, device: torch.device
+) -> tuple[_Plan, torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """The plan, γ_in [branches · columns], γ_out [rows of the shard], and sizes; ones where there is none."""
+    sizes = _sizes(runs, len(scales.inner))
+    plan = _plan(start, stop, columns, tuple(runs), sizes, device)
     some = next(v for v in (*scales.inner, *scales.outer) if v is not None)
     inner = torch.cat([some.new_ones(columns) if v is None else v for v in scales.inner])
-    pieces = []
-    for run in runs:
-        low, high = max(first_row, run.start), min(first_row + rows, run.stop)
-        if low < high:
-            vector = scales.outer[run.branch]
-            channel = run.channel + low - run.start
-            pieces.append(
-                some.new_ones(high - low) if vector is None else vector[channel : channel + high - low]
-            )
-    return inner, torch.cat(pieces)
+    outer = torch.cat(
+        [some.new_ones(n) if v is None else v[:n] for v, n in zip(scales.outer, sizes)]
+    ).index_select(0, plan.channels)
+    return plan, inner, outer, sizes
 
 
 def split_gradient(
@@ -152,38 +173,34 @@ def split_gradient(
 ) -> None:
     """As :func:`megatron_scalevec.execution.shard.split_gradient`."""
     stop = start + grad.numel()
-    blocks, first_row, rows, spans = _blocks(start, stop, columns, tuple(runs), grad.device)
-    inner, outer = _vectors(scales, runs, columns, first_row, rows)
+    plan, inner, outer, sizes = _prepare(start, stop, columns, runs, scales, grad.device)
     across = triton.cdiv(columns, COLUMNS)
-    over_columns = grad.new_empty(across, rows)
-    over_rows = grad.new_empty(len(blocks), columns)
-    split_kernel[(len(blocks), across)](
+    over_columns = grad.new_empty(across, plan.rows)
+    over_rows = grad.new_empty(len(plan.blocks), columns)
+    split_kernel[(len(plan.blocks), across)](
         grad,
         master,
         inner,
         outer,
-        blocks,
+        plan.blocks,
         over_columns,
         over_rows,
         start,
         stop,
         columns,
-        first_row,
-        rows,
+        plan.first_row,
+        plan.rows,
         ROWS=ROWS,
         COLUMNS=COLUMNS,
     )
-    per_row = over_columns.sum(0, dtype=torch.float64)
-    for run in runs:
-        low, high = max(first_row, run.start), min(first_row + rows, run.stop)
-        total = sums.outer[run.branch]
-        if total is not None and low < high:
-            channel = run.channel + low - run.start
-            total[channel : channel + high - low] += per_row[low - first_row : high - first_row]
-    for branch, before, after in spans:
-        total = sums.inner[branch]
+    totals = over_columns.new_zeros(sum(sizes), dtype=torch.float64)
+    totals.index_copy_(0, plan.channels, over_columns.sum(0, dtype=torch.float64))
+    for total, own in zip(sums.outer, totals.split(sizes)):
         if total is not None:
-            total += over_rows[before:after].sum(0, dtype=torch.float64)
+            total[: own.numel()] += own
+    for total, (first, end) in zip(sums.inner, plan.spans):
+        if total is not None and first < end:
+            total += over_rows[first:end].sum(0, dtype=torch.float64)
 
 
 def fold_into(
@@ -196,18 +213,17 @@ def fold_into(
 ) -> None:
     """As :func:`megatron_scalevec.execution.shard.fold_into`."""
     stop = start + master.numel()
-    blocks, first_row, rows, _ = _blocks(start, stop, columns, tuple(runs), master.device)
-    inner, outer = _vectors(scales, runs, columns, first_row, rows)
-    fold_kernel[(len(blocks), triton.cdiv(columns, COLUMNS))](
+    plan, inner, outer, _ = _prepare(start, stop, columns, runs, scales, master.device)
+    fold_kernel[(len(plan.blocks), triton.cdiv(columns, COLUMNS))](
         live,
         master,
         inner,
         outer,
-        blocks,
+        plan.blocks,
         start,
         stop,
         columns,
-        first_row,
+        plan.first_row,
         ROWS=ROWS,
         COLUMNS=COLUMNS,
     )

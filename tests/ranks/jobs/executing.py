@@ -10,7 +10,12 @@ import torch
 from ranks.initial import fill_by_name
 from ranks.jobs.faults import FAULTS
 
-__all__ = ["compare_executions", "train_unrounded"]
+__all__ = [
+    "compare_executions",
+    "start_from_dead_channels",
+    "train_unrounded",
+    "train_without_an_engine",
+]
 
 _STEPS = 20
 
@@ -75,6 +80,40 @@ def _train(
     fault: str | None,
     sizes: dict[str, int],
     *,
+    steps: int = _STEPS,
+    **case: Any,
+) -> dict[str, Any]:
+    from megatron_scalevec.execution.optimizer import engine_of, execute_in_optimizer
+
+    gpt, wrapped, stepper = _build(mode, sequence_parallel, sizes, **case)
+    record: dict[str, Any] = {"losses": [], "norms": [], "check": None}
+    if mode == "optimizer":
+        execute_in_optimizer(stepper, [wrapped])
+        stepper.reload_model_params()
+        assert type(gpt.decoder.layers[0].mlp.linear_fc1).__name__ == "ColumnParallelLinear"
+        _record_check(engine_of(stepper), record)
+        if fault:
+            FAULTS[fault](stepper, wrapped)
+    for step in range(steps):
+        loss, norm = _step(wrapped, stepper, step)
+        record["losses"].append(loss)
+        record["norms"].append(norm)
+    record["vectors"] = {
+        name: param.detach().double().numpy().copy()
+        for name, param in gpt.named_parameters()
+        if param.requires_grad and not getattr(param, "tensor_model_parallel", False) and param.dim() == 1
+    }
+    if mode == "optimizer":
+        record["live"] = _live_is_folded(engine_of(stepper))
+        record["sets"] = len(engine_of(stepper).sets)
+    return record
+
+
+def _build(
+    mode: str,
+    sequence_parallel: bool,
+    sizes: dict[str, int],
+    *,
     config: dict[str, Any],
     kind: str = "llama",
     precision: str = "exact",
@@ -83,11 +122,10 @@ def _train(
     model: dict[str, Any] | None = None,
     ddp: dict[str, Any] | None = None,
     optimizer: str = "adam",
-    steps: int = _STEPS,
-) -> dict[str, Any]:
+):
+    """(model, the same wrapped for data parallelism, optimizer)"""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.optimizer import (
         OptimizerConfig,
         get_megatron_optimizer,
@@ -97,8 +135,7 @@ def _train(
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
     from megatron_scalevec.decay import with_decaying_vectors
     from megatron_scalevec.execution.folds import fold_live_weights
-    from megatron_scalevec.execution.optimizer import engine_of, execute_in_optimizer
-    from ranks.models import SIZES, build_gpt
+    from ranks.models import build_gpt
 
     dtype = torch.float32 if precision == "exact" else torch.bfloat16
     tp = parallel_state.get_tensor_model_parallel_rank(), sizes.get("tensor_model_parallel_size", 1)
@@ -132,43 +169,108 @@ def _train(
         stepper = get_megatron_optimizer(settings, [wrapped], config_overrides=overrides)
     for group in stepper.param_groups:
         group["lr"] = settings.lr
-    record: dict[str, Any] = {"losses": [], "norms": [], "check": None}
-    if mode == "optimizer":
-        execute_in_optimizer(stepper, [wrapped])
-        stepper.reload_model_params()
-        assert type(gpt.decoder.layers[0].mlp.linear_fc1).__name__ == "ColumnParallelLinear"
-        _record_check(engine_of(stepper), record)
-        if fault:
-            FAULTS[fault](stepper, wrapped)
+    return gpt, wrapped, stepper
+
+
+def _step(wrapped, stepper, step: int) -> tuple[float, float]:
+    """Two microbatches and an update: loss over all ranks, norm of the gradient."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    from ranks.models import SIZES
+
     shape = (2, SIZES["sequence"])
     position = torch.arange(shape[1]).expand(shape)
-    for step in range(steps):
-        draw = torch.Generator().manual_seed(100 * step + parallel_state.get_data_parallel_rank())
-        wrapped.zero_grad_buffer()
-        stepper.zero_grad()
-        loss = 0.0
-        for microbatch in range(2):
-            tokens = torch.randint(SIZES["vocabulary"], shape, generator=draw)
-            target = torch.randn(*shape, SIZES["vocabulary"], generator=draw)
-            with wrapped.no_sync() if microbatch == 0 else contextlib.nullcontext():
-                part = (wrapped(tokens, position, None).float() * target).mean()
-                part.backward()
-            loss += part.detach()
-        finalize_model_grads([wrapped])
-        success, norm, _ = stepper.step()
-        assert success
-        torch.distributed.all_reduce(loss)
-        record["losses"].append(float(loss))
-        record["norms"].append(float(norm))
-    record["vectors"] = {
-        name: param.detach().double().numpy().copy()
-        for name, param in gpt.named_parameters()
-        if param.requires_grad and not getattr(param, "tensor_model_parallel", False) and param.dim() == 1
+    draw = torch.Generator().manual_seed(100 * step + parallel_state.get_data_parallel_rank())
+    wrapped.zero_grad_buffer()
+    stepper.zero_grad()
+    loss = torch.zeros(())
+    for microbatch in range(2):
+        tokens = torch.randint(SIZES["vocabulary"], shape, generator=draw)
+        target = torch.randn(*shape, SIZES["vocabulary"], generator=draw)
+        with wrapped.no_sync() if microbatch == 0 else contextlib.nullcontext():
+            part = (wrapped(tokens, position, None).float() * target).mean()
+            part.backward()
+        loss += part.detach()
+    finalize_model_grads([wrapped])
+    success, norm, _ = stepper.step()
+    assert success
+    torch.distributed.all_reduce(loss)
+    return float(loss), float(norm)
+
+
+def start_from_dead_channels(reparam: str) -> dict[str, bool]:
+    """Load a model without its optimizer's state in which some entries of γ are zero, and train on."""
+    from megatron_scalevec.execution.optimizer import engine_of, execute_in_optimizer
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    gpt, wrapped, stepper = _build(
+        "optimizer", False, {}, config={"strategy": "dp", "reparam": reparam}, precision="bf16"
+    )
+    execute_in_optimizer(stepper, [wrapped])
+    linear = gpt.decoder.layers[0].mlp.linear_fc1
+    name = {"none": "", "product": "_alpha", "unit": "_direction"}[reparam]
+    with torch.no_grad():
+        getattr(linear, f"gamma_in_up{name}")[3] = 0
+        getattr(linear, f"gamma_out_gate{name}")[5] = 0
+        half = linear.weight.shape[0] // 2
+        linear.weight[half:, 3] = 0
+        linear.weight[5] = 0
+    live = linear.weight.detach().clone()
+    stepper.reload_model_params()
+    [one] = engine_of(stepper).sets
+    vectors = [fold.scales(one.table.gamma) for fold in one.folds if fold.owner is linear]
+    found = {
+        "function_kept": torch.equal(live, linear.weight),
+        "revived": all(abs(float(v) - 1) < 1e-6 for v in (vectors[0].inner[1][3], vectors[0].outer[0][5])),
+        "live_is_folded": _live_is_folded(engine_of(stepper)),
     }
-    if mode == "optimizer":
-        record["live"] = _live_is_folded(engine_of(stepper))
-        record["sets"] = len(engine_of(stepper).sets)
-    return record
+    for step in range(3):
+        _step(wrapped, stepper, step)
+    found["learns"] = bool(linear.weight[half:, 3].any()) and bool(linear.weight[5].any())
+    return found
+
+
+def train_without_an_engine() -> dict[str, str]:
+    """What is said when a model that is to be folded by an optimizer meets one that was not told."""
+    from megatron_scalevec import ScaleVecError
+    from megatron_scalevec.audit import audit
+    from megatron_scalevec.execution.optimizer import execute_in_optimizer
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    found = {}
+    gpt, wrapped, stepper = _build("optimizer", False, {}, config={"strategy": "dp"}, precision="bf16")
+    for what, act in (
+        ("forward", lambda: _step(wrapped, stepper, 0)),
+        ("audit", lambda: audit(gpt, stepper)),
+    ):
+        try:
+            act()
+        except ScaleVecError as error:
+            found[what] = str(error)
+    with torch.no_grad():
+        gpt.eval()
+        position = torch.arange(4)[None]
+        found["evaluation"] = str(gpt(position, position, None).isfinite().all().item())
+        gpt.train()
+    execute_in_optimizer(stepper, [wrapped])
+    found["execution"] = audit(gpt, stepper).execution
+    _step(wrapped, stepper, 0)
+    try:
+        execute_in_optimizer(stepper, [wrapped])
+    except ScaleVecError as error:
+        found["twice"] = str(error)
+    full = _build("optimizer", False, {}, config={"strategy": "dp"}, model={"num_layers": 1})
+    try:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        plain = get_megatron_optimizer(OptimizerConfig(lr=0.1), [full[1]])
+        execute_in_optimizer(plain, [full[1]])
+    except ScaleVecError as error:
+        found["full precision"] = str(error)
+    return found
 
 
 # --- the oracle ---------------------------------------------------------------------------------------
