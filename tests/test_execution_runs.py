@@ -132,9 +132,10 @@ def test_stock_megatron_does_not_load_the_optimizer(ranks, saved):
 @pytest.mark.parametrize("optimizer", [RESHARDABLE, DISTRIBUTED, []], ids=["reshardable", "default", "plain"])
 def test_raw_masters_have_keys_of_their_own(ranks, tmp_path, optimizer):
     """Whatever the format, a stock Megatron does not find the tensor it asks for."""
-    argv = tiny_gpt("llama", "--bf16", *optimizer, *DP, "--train-iters", "2", "--save", str(tmp_path))
+    saving = ["--save", str(tmp_path), "--save-interval", "10"]
+    argv = tiny_gpt("llama", "--bf16", *optimizer, *DP, *saving)
     ranks.run("train", argv=argv)
-    [names] = ranks.run("checkpoint_keys", folder=str(tmp_path / "iter_0000002"))
+    [names] = ranks.run("checkpoint_keys", folder=str(tmp_path / "iter_0000010"))
     raw = [name for name in names if "scalevec_raw" in name]
     masters = [name for name in names if re.search(r"\.(fp32_)?param(\.|$)", name) and name not in raw]
     assert raw
