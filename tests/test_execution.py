@@ -152,6 +152,7 @@ def test_nothing_to_fold(strategy):
 
 OBSTACLES_MET = {
     "full-precision": {"bf16": False},
+    "transformer-engine": {"transformer_impl": "transformer_engine"},
     "float32-vectors": {},
     "experts": {"num_experts": 8},
     "latent-attention": {"multi_latent_attention": True},

@@ -46,6 +46,11 @@ OBSTACLES: tuple[Obstacle, ...] = (
         "an fp32 run has no masters beside its weights",
     ),
     Obstacle(
+        "transformer-engine",
+        lambda args, _: getattr(args, "transformer_impl", "local") == "transformer_engine",
+        "TransformerEngine's layers have not been run in the other mode yet",
+    ),
+    Obstacle(
         "float32-vectors",
         lambda _, config: config.vector_dtype == "fp32",
         "--scalevec-vector-dtype fp32 keeps the vectors' masters in the model",
