@@ -8,7 +8,7 @@ at full size on every tensor-parallel rank (so no sharding rule and nothing to r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -53,10 +53,10 @@ class VectorInfo:
     """What a scale vector scales, and which stored part of it a parameter is."""
 
     site: str  # a key of config.SITES
-    branch: str  # q, k, v, ...; gate, up; logits; "shared" where all branches have it in common
+    branch: str  # a name of config.BRANCH_NAMES; logits; "shared" where all branches have it in common
     side: Literal["in", "out"]
     layer: int | None  # Megatron's layer number, from 1, over the whole pipeline; None for the head
-    holder: Literal["linear", "norm"]
+    holder: Literal["linear", "replicated", "norm"]
     reparam: str = "none"
     part: str = ""  # suffix of the stored part; empty for γ itself
 
@@ -98,9 +98,7 @@ def add_vector(
         parameter.partition_dim = -1
         parameter.partition_stride = 1
         parameter.allreduce = getattr(like, "allreduce", True)
-        own = VectorInfo(
-            info.site, info.branch, info.side, info.layer, info.holder, info.reparam, part.suffix
-        )
+        own = replace(info, part=part.suffix)
         set_role(parameter, "direction" if part.direction else role, own)
         mark_added(parameter)
         if dtype is not None:

@@ -22,8 +22,8 @@ def groups_of_parameters(chunks: list[torch.nn.Module], optimizer: Any) -> dict[
 
     Megatron's mixed-precision and distributed optimizers hold copies or shards in the groups, so the way
     from a model parameter to its group differs for each kind. A distributed optimizer knows only the
-    parameters that this rank holds a shard of: what the other data-parallel ranks know is added, which
-    makes this collective over them.
+    parameters that this rank holds a shard of: what the other data-parallel ranks know is added (experts have
+    data-parallel ranks of their own), which makes this collective over them.
     """
     params = [p for chunk in chunks for p in unwrap(chunk).parameters() if p.requires_grad]
     found: dict[int, tuple[float, float]] = {}
@@ -44,13 +44,16 @@ def groups_of_parameters(chunks: list[torch.nn.Module], optimizer: Any) -> dict[
     if sharded:
         from megatron.core import parallel_state
 
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         table = torch.tensor(
             [found.get(id(param), (-1.0, -1.0)) for param in params],
             dtype=torch.float64,
             device=params[0].device,
         )
-        torch.distributed.all_reduce(table, op=torch.distributed.ReduceOp.MAX, group=group)
+        for group in (
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+            parallel_state.get_expert_data_parallel_group(),
+        ):
+            torch.distributed.all_reduce(table, op=torch.distributed.ReduceOp.MAX, group=group)
         for param, (wd, lr) in zip(params, table.tolist()):
             if wd >= 0:
                 found[id(param)] = (wd, lr)

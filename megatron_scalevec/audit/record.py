@@ -18,7 +18,7 @@ __all__ = ["Audit", "DecayGroup", "Vector", "kind_of"]
 
 @dataclass(frozen=True)
 class Vector:
-    """One scale vector as built."""
+    """One scale vector as built; those of a layer's experts are one record."""
 
     name: str
     site: str
@@ -34,6 +34,17 @@ class Vector:
     weight_decay_class: str
     decays: bool
     tensor_parallel: str
+    copies: int = 1  # of the same kind in the layer, one for each expert
+
+    def joined(self, other: Vector) -> Vector:
+        """Both as one record: vectors of two experts that differ in nothing else.
+
+        Raises:
+            ScaleVecError: They differ.
+        """
+        if dataclasses.replace(self, copies=other.copies) != other:
+            raise ScaleVecError(f"the scale vectors {self.name} are not of one kind: {self} and {other}.")
+        return dataclasses.replace(self, copies=self.copies + other.copies)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert.branches import branches_at, refuse_unknown_branches
+from megatron_scalevec.convert.experts import ExpertsSite
 from megatron_scalevec.convert.roles import parameter_roles, plan_roles
 from megatron_scalevec.convert.sites import LinearSite, NormSite, find_sites
 from megatron_scalevec.errors import ScaleVecError
@@ -23,7 +24,9 @@ from megatron_scalevec.layers.attention import ScaleVecSelfAttention
 from megatron_scalevec.layers.linear import SHARED, leaf_class
 from megatron_scalevec.layers.norm import NormHandle, head_norm, retire, scale_norm
 from megatron_scalevec.pending import released
+from megatron_scalevec.support import refuse_unsupported_experts
 from megatron_scalevec.vectors import VectorInfo, role_of, set_role
+from megatron_scalevec.versions import megatron_version
 
 __all__ = [
     "applied_config",
@@ -80,6 +83,7 @@ def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
     if getattr(model.config, _BORROWED_FLAG, False):
         _without_borrowed_norms(model)
     refuse_unknown_branches(config, model.config)
+    refuse_unsupported_experts(model.config, config, megatron_version())
     if config.weight_decay == "all" and _zero_centered(model.config):
         raise ScaleVecError(
             "--scalevec-weight-decay all would decay q/k norms, and this model stores γ − 1 (zero-centered "
@@ -94,6 +98,8 @@ def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
         if site.asked_for:
             if isinstance(site, NormSite):
                 _convert_norm_site(site, config, model.config)
+            elif isinstance(site, ExpertsSite):
+                _convert_experts_site(site, config, model.config)
             else:
                 _convert_linear_site(site, config, model.config)
     for param, role in roles:
@@ -110,22 +116,25 @@ def _without_borrowed_norms(model: GPTModel) -> None:
             module.q_layernorm = module.k_layernorm = None
 
 
-def _check_start(site: NormSite | LinearSite, config: ScaleVecConfig, model_config) -> None:
+def _check_start(site: NormSite | LinearSite | ExpertsSite, config: ScaleVecConfig, model_config) -> None:
     """Refuse what cannot carry vectors, and a start that would change the function of a trained model."""
     if isinstance(site, LinearSite):
         leaf_class(site.linear).require_convertible(site.path, site.linear)
+    for each in site.maps if isinstance(site, ExpertsSite) else ():
+        each.check()
     if site.norm is None or site.norm.weight.is_meta:
         return
     scale, bias = _scale_of(site.norm, model_config), site.norm.bias
     if torch.all(scale == 1):
         return
-    own_linear = isinstance(site, LinearSite)
+    own_linear = not isinstance(site, NormSite)
     if not (config.has_input_scales if own_linear else config.placement is not None):
         raise ScaleVecError(
             f"the norm before {site.path} has a trained scale, which {config.strategy!r} would drop: start "
             "it from a model whose norms are at one, or use a strategy with input scales."
         )
-    off = set(config.branches_off) & set(site.row_map().branches) if own_linear else set()
+    branches = site.branches() if own_linear else ()
+    off = set(config.branches_off) & set(branches)
     if off:
         raise ScaleVecError(
             f"the norm before {site.path} has a trained scale, which --scalevec-branches-off "
@@ -185,6 +194,31 @@ def _own_or_kept(norm, info: VectorInfo, role, config: ScaleVecConfig, model_con
         dtype=_dtype(config),
         tp_group=tp_group,
     )
+
+
+def _convert_experts_site(site: ExpertsSite, config: ScaleVecConfig, model_config) -> None:
+    """A shared input scale stays at the norm, in whatever form: no single map could take it over."""
+    initial, scales_in = None, config.has_input_scales
+    if site.norm is not None and scales_in and config.branches == "shared":
+        info = VectorInfo(site.name, SHARED, "in", site.layer, "norm", config.reparam)
+        _own_or_kept(site.norm.owner, info, "input", config, model_config)
+        scales_in = False
+    elif site.norm is not None:
+        initial = _scale_of(site.norm, model_config)
+        retire(site.norm, _zero_centered(model_config))
+    for each in site.maps:
+        on = [branch for branch in each.branches() if branch not in config.branches_off]
+        in_branches, out_branches = on if scales_in else [], on if config.has_output_scales else []
+        if in_branches or out_branches:
+            each.convert(
+                site=site.name,
+                layer=site.layer,
+                in_branches=in_branches,
+                out_branches=out_branches,
+                initial_gamma_in=torch.ones(each.channels) if initial is None else initial,
+                reparam=config.reparam,
+                dtype=_dtype(config),
+            )
 
 
 def _convert_linear_site(site: LinearSite, config: ScaleVecConfig, model_config) -> None:

@@ -9,7 +9,15 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_scalevec.audit import Audit, Share, audit_of_records, is_copy, rank_record, unsharded_numel
+from megatron_scalevec.audit import (
+    Audit,
+    Share,
+    audit_of_records,
+    expert_ranks,
+    is_copy,
+    rank_record,
+    unsharded_numel,
+)
 from megatron_scalevec.explain.dry_run import DryRun
 from megatron_scalevec.vectors import was_added
 
@@ -34,7 +42,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Tensors:
-    """All parameters of one name, over the layers of the whole model."""
+    """All parameters of one name, over the layers and experts of the whole model."""
 
     name: str
     tensors: int
@@ -162,8 +170,10 @@ def _rows(chunks: Iterable[Any], groups: dict[int, tuple[float, float]]) -> Coun
     for chunk in chunks:
         for name, param in chunk.named_parameters():
             if id(param) in groups:
+                # Layers and experts by number; a grouped linear numbers its parameters instead.
                 kind = re.sub(r"\.\d+(?=\.)", ".*", name)
-                rows[kind, groups[id(param)][0] != 0.0, was_added(param)] += 1
+                kind = re.sub(r"(?<=\.weight)\d+$|(?<=\.bias)\d+$|(?<=_)\d+(?=_|$)", "*", kind)
+                rows[kind, groups[id(param)][0] != 0.0, was_added(param)] += expert_ranks(param)
     return rows
 
 

@@ -1,0 +1,141 @@
+"""Gradients of models with experts in every layout, and what their checkpoints hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ranks.initial import fill_by_name, name_of_expert
+from ranks.jobs.sabotage import SABOTAGE
+
+__all__ = ["expert_gradients"]
+
+_SEQUENCES = 4
+
+
+def expert_gradients(
+    config: dict[str, Any],
+    experts: str,
+    overrides: dict[str, Any] | None = None,
+    sabotage: str | None = None,
+    idle: int | None = None,
+    distributed_optimizer: bool = False,
+    **sizes: Any,
+) -> dict[str, Any]:
+    """One step of a model with experts on four sequences, which the data-parallel ranks share.
+
+    Args:
+        config: The strategy.
+        experts: One of ``models.EXPERTS``.
+        overrides: Of Megatron's configuration.
+        sabotage: Name of a function in ``SABOTAGE``.
+        idle: An expert that the router never chooses (models with a bias for the choice).
+        distributed_optimizer: With overlapping reduction and gathering.
+        sizes: Of Megatron's groups; ``sequence_parallel`` goes to the model.
+
+    Returns:
+        ``loss`` of this rank's sequences, times its share; ``norm`` of the gradient; ``gradients`` of the
+        scale vectors that this rank holds, by name over the whole model; ``moved``: the vectors after the
+        optimizer's step.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import get_standard_config_overrides as standard
+
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from megatron_scalevec.audit import audit
+    from megatron_scalevec.decay import with_decaying_vectors
+    from megatron_scalevec.patching import PatchSet
+    from megatron_scalevec.vectors import vector_info
+    from ranks.models import EXPERTS, SIZES, build_gpt, initialize_parallel
+
+    if sabotage:
+        SABOTAGE[sabotage](PatchSet())
+    sequence_parallel = sizes.pop("sequence_parallel", False)
+    initialize_parallel(**sizes)
+    model = build_gpt(
+        "llama", sequence_parallel=sequence_parallel, **{**EXPERTS[experts], **(overrides or {}), **sizes}
+    )
+    strategy = ScaleVecConfig(**config)
+    apply_scale_vectors(model, strategy)
+    tp_rank, tp_size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    fill_by_name(model, tp_rank, tp_size)
+    if idle is not None:
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer[idle] = -100.0
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=distributed_optimizer,
+        overlap_param_gather=distributed_optimizer,
+    )
+    wrapped = DistributedDataParallel(model.config, ddp, model)
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=0.01,
+        weight_decay=0.1,
+        clip_grad=0.5,
+        use_distributed_optimizer=distributed_optimizer,
+        overlap_param_gather=distributed_optimizer,
+    )
+    overridden = with_decaying_vectors(standard(optimizer_config), strategy.weight_decay)
+    optimizer = get_megatron_optimizer(optimizer_config, [wrapped], config_overrides=overridden)
+    found = audit(wrapped, optimizer)
+    wrapped.zero_grad_buffer()
+    optimizer.zero_grad()
+    draw = torch.Generator().manual_seed(3)
+    shape = (_SEQUENCES, SIZES["sequence"])
+    tokens = torch.randint(SIZES["vocabulary"], shape, generator=draw)
+    target = torch.randn(*shape, SIZES["vocabulary"], generator=draw)
+    rank, ranks = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    own = slice(rank * _SEQUENCES // ranks, (rank + 1) * _SEQUENCES // ranks)
+    position = torch.arange(shape[1]).expand(own.stop - own.start, -1)
+    logits = wrapped(tokens[own], position, None)
+    part = SIZES["vocabulary"] // tp_size
+    if logits.shape[-1] == part:
+        target = target[..., tp_rank * part : (tp_rank + 1) * part]
+    loss = (logits * target[own]).sum() / (own.stop - own.start)
+    loss.backward()
+    finalize_model_grads([wrapped])
+    offsets = {
+        f"{name}.experts.": module.local_expert_indices[0]
+        for name, module in model.named_modules()
+        if hasattr(module, "local_expert_indices")
+    }
+
+    def vectors(value):
+        result = {}
+        for name, param in model.named_parameters():
+            if param.requires_grad and vector_info(param) is not None:
+                [offset] = [o for path, o in offsets.items() if name.startswith(path)] or [0]
+                result[name_of_expert(name, offset)] = value(param).detach().double().numpy().copy()
+        return result
+
+    gradients = vectors(lambda param: param.main_grad)
+    _, norm, _ = optimizer.step()
+    for hook_owner in [wrapped] if distributed_optimizer else []:
+        hook_owner.start_param_sync(force_sync=True)
+    return {
+        "loss": float(loss) / ranks,
+        "norm": float(norm),
+        "gradients": gradients,
+        "moved": vectors(lambda param: param),
+        "audit": (
+            found.built_vectors,
+            found.linears_converted,
+            found.norm_scales_retired,
+            found.parameters_stock,
+            found.parameters_added,
+            [(g.weight_decay_multiplier, g.tensors) for g in found.decay_groups],
+            [(v.name, v.copies) for v in found.vectors],
+        ),
+    }
