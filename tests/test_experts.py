@@ -1,7 +1,12 @@
 """Mixture of experts: values, gradients over layouts, training, what is counted and what is refused."""
 
+import re
+
 import numpy as np
 import pytest
+from ranks.pool import RankFailure
+
+from megatron_scalevec import ScaleVecConfig, ScaleVecError
 
 FORMS = [
     {"strategy": "hg"},
@@ -99,3 +104,148 @@ def assert_equal_steps(runs, serial):
 def test_gradients_in_every_layout(gradients, layout, whose):
     """Every vector's gradient, the clipping norm, one step of the optimizer and the audit."""
     assert_equal_steps(gradients(layout, whose=whose), gradients("serial", whose=whose))
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_dispatchers_and_dropped_tokens(gradients, dispatcher):
+    """Capacity factors drop tokens; what the dispatchers move is the same."""
+    overrides = {"moe_token_dispatcher_type": dispatcher}
+    runs = gradients("ep2", "mixtral", overrides=overrides)
+    assert_equal_steps(runs, gradients("serial", "mixtral", overrides=overrides))
+
+
+@pytest.mark.parametrize("layout", ["serial", "ep2"])
+def test_an_expert_without_tokens_has_gradients_of_zero(gradients, layout):
+    found = together(gradients(layout, idle=3))
+    own = {name: g for name, g in found.items() if "local_experts.3." in name}
+    assert len(own) == 6  # gate and up and down, in and out
+    for name, gradient in own.items():
+        assert not gradient.any(), name
+    assert all(g.any() for name, g in found.items() if "local_experts.2." in name)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "layout", "whose"),
+    [
+        ("tensor-parallel-sum", "tp2-sp", "per-expert"),
+        ("tensor-parallel-sum", "etp2", "per-expert"),
+        ("tensor-parallel-sum", "tp2-sp-ep2-etp1", "shared"),
+        ("allreduce", "ep2", "per-expert"),
+        ("expert-parallel-sum", "ep2", "shared"),
+    ],
+)
+def test_the_comparison_sees_what_is_broken(gradients, sabotage, layout, whose):
+    """A sum over tensor-parallel ranks dropped; a vector reduced with the wrong ranks."""
+    assert_equal_steps(gradients(layout, whose=whose), gradients("serial", whose=whose))
+    with pytest.raises(AssertionError, match="gamma_(in|out)_expert"):
+        assert_equal_steps(
+            gradients(layout, whose=whose, sabotage=sabotage), gradients("serial", whose=whose)
+        )
+
+
+def test_a_forgotten_expert_stops_the_run(ranks):
+    with pytest.raises(RankFailure, match="linears with scale vectors: 6 built, 8 expected"):
+        ranks.run(
+            "expert_gradients",
+            2,
+            config={"strategy": "hg"},
+            experts="shared",
+            sabotage="expert-forgotten",
+            expert_model_parallel_size=2,
+        )
+
+
+COUNTS = {
+    # Two layers with experts: gate and up of 4 experts in each.
+    "mixtral": (
+        {"mlp router in": 2, "mlp expert_gate in": 8, "mlp expert_up in": 8},
+        {"linears": 2 * (1 + 1 + 4), "retired": 4},
+        # q, k, v, the router, gate and up of every expert instead of two norms.
+        2 * (3 + 1 + 2 * 4 - 2) * 32,
+    ),
+    "qwen3-moe": (
+        {"mlp router in": 2, "mlp expert_gate in": 16, "mlp expert_up in": 16},
+        {"linears": 2 * (1 + 1 + 8), "retired": 4},
+        2 * (3 + 1 + 2 * 8 - 2) * 32,
+    ),
+    # A dense layer, and one with 4 experts, a shared one and its gate.
+    "shared": (
+        {
+            "mlp gate in": 1,
+            "mlp up in": 1,
+            "mlp router in": 1,
+            "mlp expert_gate in": 4,
+            "mlp expert_up in": 4,
+            "mlp shared_gate in": 1,
+            "mlp shared_up in": 1,
+            "mlp shared_expert_gate in": 1,
+        },
+        {"linears": 2 * 1 + 1 + (1 + 4 + 1 + 1), "retired": 4},
+        (2 * 3 + 2 + 1 + 2 * 4 + 2 + 1 - 4) * 32,
+    ),
+}
+
+
+@pytest.mark.parametrize("model", COUNTS)
+def test_what_is_counted(ranks, model):
+    vectors, numbers, added = COUNTS[model]
+    [found] = ranks.run("expert_audit", config={"strategy": "hg"}, experts=model)
+    attention = {f"attention {branch} in": 2 for branch in "qkv"}
+    assert found["built_vectors"] == {**attention, **vectors, "head logits in": 1}
+    assert found["linears_converted"] == numbers["linears"]
+    assert found["norm_scales_retired"] == numbers["retired"]
+    assert found["parameters_added"] == added
+
+
+def test_experts_of_multi_token_prediction(ranks):
+    """Its layers are of the kind of the last one of the decoder."""
+    [found] = ranks.run(
+        "expert_audit", config={"strategy": "dp"}, experts="shared", overrides={"mtp_num_layers": 1}
+    )
+    assert found["built_vectors"]["mlp expert_gate in"] == found["built_vectors"]["mlp expert_up out"] == 8
+    assert found["built_vectors"]["mlp gate in"] == 1
+    assert found["built_vectors"]["mlp shared_expert_gate out"] == 2
+    assert found["built_vectors"]["mtp enorm in"] == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("router", r"mlp\.router is a .*Other.*TopKRouter"),
+        ("experts", r"mlp\.experts is a .*Other.*SequentialMLP and TEGroupedMLP"),
+        ("expert", r"local_experts\.0 is a .*Other"),
+        ("linear", r"experts\.linear_fc1 is a .*Other"),
+        ("shared", r"mlp\.shared_experts is a .*Other.*SharedExpertMLP"),
+        ("layer", r"decoder\.layers\.1\.mlp is a .*Other.*MoELayer"),
+        ("overlap", "--moe-shared-expert-overlap"),
+        ("branches-off", "--scalevec-branches-off down: .*no such branch"),
+        ("trained", "trained scale, which --scalevec-branches-off router would drop"),
+    ],
+)
+def test_what_cannot_carry_vectors_is_left_as_it_was(ranks, case, message):
+    [found] = ranks.run("experts_refused", case=case)
+    assert re.search(message, found["error"]), found["error"]
+    assert found["unchanged"]
+
+
+@pytest.mark.parametrize("whose", ["per-expert", "shared"])
+def test_vectors_have_the_dtype_that_was_asked_for(ranks, whose):
+    """After Megatron has cast the model, on linears, routers, gates and experts."""
+    config = {"strategy": "dp", "vector_dtype": "fp32", "experts": whose}
+    [found] = ranks.run("expert_dtypes", config=config)
+    assert found == {"vectors": {"float32"}, "others": {"bfloat16"}}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"strategy": "stock"}, "--scalevec-experts needs a strategy"),
+        ({"strategy": "none"}, "--scalevec-experts shared has no effect"),
+        ({"strategy": "or"}, "--scalevec-experts shared has no effect"),
+        ({"strategy": "hg", "sites": "attention"}, "--scalevec-experts shared has no effect"),
+    ],
+)
+def test_sharing_without_effect_is_refused(more, message):
+    with pytest.raises(ScaleVecError, match=message):
+        ScaleVecConfig(experts="shared", **more)
+    assert ScaleVecConfig(strategy="dp", experts="shared").describe().count("experts shared") == 1

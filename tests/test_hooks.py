@@ -74,6 +74,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
     """Entry by entry, on the arguments alone."""
     from types import SimpleNamespace
 
+    from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
     from megatron_scalevec import ScaleVecConfig, ScaleVecError
@@ -85,7 +86,15 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "grouped-dense-mlp": {"use_grouped_gemm_for_dense_mlp": True},
         "communication-overlap": {"tp_comm_overlap": True},
         "activation-offload": {"cpu_offloading_num_layers": 2},
-        "experts": {"num_experts": 8},
+        "experts-legacy-grouped": {"num_experts": 8, "moe_grouped_gemm": True},
+        "experts-single-weight": {"num_experts": 8, "moe_single_grouped_weight": True},
+        "experts-interleaved": {"num_experts": 8, "moe_mlp_glu_interleave_size": 32},
+        "experts-latent": {"num_experts": 8, "moe_latent_size": 64},
+        "experts-fused-shared": {"num_experts": 8, "use_grouped_gemm_for_shared_expert": True},
+        "experts-overlap": {"num_experts": 8, "moe_shared_expert_overlap": True},
+        "experts-stash": {"num_experts": 8, "moe_paged_stash": True},
+        "experts-upcycling": {"num_experts": 8, "moe_use_upcycling": True},
+        "experts-tensor-parallel": {"num_experts": 8, "expert_tensor_parallel_size": 2},
         "latent-attention": {"multi_latent_attention": True},
         "heterogeneous": {"heterogeneous_layers_config_path": "x.json"},
         "experimental-attention": {"experimental_attention_variant": "dsa"},
@@ -123,7 +132,8 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         refuse_unsupported(accepted, hg, Version("0.19.2"))
     for refusal in REFUSALS:
         args = SimpleNamespace(**{**fine, **triggers[refusal.name]})
-        version = Version("0.18.2" if refusal.versions else "0.19.2")
+        versions = ("0.16.1", "0.18.2", "0.19.2")
+        version = next(v for v in map(Version, reversed(versions)) if v in SpecifierSet(refusal.versions))
         refuse_unsupported(args, ScaleVecConfig(), version)
         with pytest.raises(ScaleVecError) as caught:
             refuse_unsupported(args, configs.get(refusal.name, hg), version)
@@ -135,7 +145,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--num-experts", "2"],
+        ["--num-experts", "2", "--moe-use-upcycling"],
         ["--qk-clip"],
         ["--apply-wd-to-qk-layernorm"],
     ],
@@ -156,6 +166,7 @@ def test_flags_are_frozen():
     assert options() == [
         "--scalevec-strategy",
         "--scalevec-branches",
+        "--scalevec-experts",
         "--scalevec-placement",
         "--scalevec-reparam",
         "--scalevec-weight-decay",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 
 from ranks.initial import fill_by_name, name_of_expert
+from ranks.jobs.building import _same, _state
 from ranks.jobs.sabotage import SABOTAGE
 
-__all__ = ["expert_gradients"]
+__all__ = ["expert_audit", "expert_dtypes", "expert_gradients", "experts_refused"]
 
 _SEQUENCES = 4
 
@@ -20,7 +22,6 @@ def expert_gradients(
     overrides: dict[str, Any] | None = None,
     sabotage: str | None = None,
     idle: int | None = None,
-    distributed_optimizer: bool = False,
     **sizes: Any,
 ) -> dict[str, Any]:
     """One step of a model with experts on four sequences, which the data-parallel ranks share.
@@ -31,7 +32,6 @@ def expert_gradients(
         overrides: Of Megatron's configuration.
         sabotage: Name of a function in ``SABOTAGE``.
         idle: An expert that the router never chooses (models with a bias for the choice).
-        distributed_optimizer: With overlapping reduction and gathering.
         sizes: Of Megatron's groups; ``sequence_parallel`` goes to the model.
 
     Returns:
@@ -70,20 +70,9 @@ def expert_gradients(
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias"):
                 buffer[idle] = -100.0
-    ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=distributed_optimizer,
-        overlap_grad_reduce=distributed_optimizer,
-        overlap_param_gather=distributed_optimizer,
-    )
-    wrapped = DistributedDataParallel(model.config, ddp, model)
-    optimizer_config = OptimizerConfig(
-        optimizer="adam",
-        lr=0.01,
-        weight_decay=0.1,
-        clip_grad=0.5,
-        use_distributed_optimizer=distributed_optimizer,
-        overlap_param_gather=distributed_optimizer,
-    )
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    # Megatron clips float32 only; the norm that it would clip by is looked at.
+    optimizer_config = OptimizerConfig(optimizer="adam", lr=0.01, weight_decay=0.1, clip_grad=0.0)
     overridden = with_decaying_vectors(standard(optimizer_config), strategy.weight_decay)
     optimizer = get_megatron_optimizer(optimizer_config, [wrapped], config_overrides=overridden)
     found = audit(wrapped, optimizer)
@@ -121,9 +110,9 @@ def expert_gradients(
         return result
 
     gradients = vectors(lambda param: param.main_grad)
-    _, norm, _ = optimizer.step()
-    for hook_owner in [wrapped] if distributed_optimizer else []:
-        hook_owner.start_param_sync(force_sync=True)
+    optimizer.prepare_grads()
+    norm = optimizer.get_grad_norm()
+    optimizer.step()
     return {
         "loss": float(loss) / ranks,
         "norm": float(norm),
@@ -139,3 +128,69 @@ def expert_gradients(
             [(v.name, v.copies) for v in found.vectors],
         ),
     }
+
+
+def expert_audit(
+    config: dict[str, Any], experts: str, overrides: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The audit of a converted model."""
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from megatron_scalevec.audit import audit
+    from ranks.models import EXPERTS, build_gpt, initialize_parallel
+
+    initialize_parallel()
+    model = build_gpt("llama", torch.float32, **{**EXPERTS[experts], **(overrides or {})})
+    apply_scale_vectors(model, ScaleVecConfig(**config))
+    return json.loads(audit(model).to_json())
+
+
+def expert_dtypes(config: dict[str, Any]) -> dict[str, set[str]]:
+    """Dtypes after the cast of a whole model; the bias for the choice is not a parameter."""
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from megatron_scalevec.vectors import vector_info, was_added
+    from ranks.models import EXPERTS, build_gpt, initialize_parallel
+
+    initialize_parallel()
+    model = build_gpt("llama", torch.float32, **EXPERTS["shared"])
+    apply_scale_vectors(model, ScaleVecConfig(**config))
+    model.bfloat16()
+    found: dict[str, set[str]] = {"vectors": set(), "others": set()}
+    for param in model.parameters():
+        own = vector_info(param) is not None and was_added(param)
+        found["vectors" if own else "others"].add(str(param.dtype).removeprefix("torch."))
+    return found
+
+
+def experts_refused(case: str) -> dict[str, Any]:
+    """Make one part of a layer with experts unknown, and look at the model after the refusal."""
+    from megatron_scalevec import ScaleVecConfig, ScaleVecError, apply_scale_vectors
+    from ranks.models import EXPERTS, build_gpt, initialize_parallel
+
+    initialize_parallel()
+    model = build_gpt("llama", torch.float32, **EXPERTS["shared"])
+    moe = model.decoder.layers[-1].mlp
+    parts = {
+        "router": moe.router,
+        "experts": moe.experts,
+        "expert": moe.experts.local_experts[0],
+        "linear": moe.experts.local_experts[-1].linear_fc1,
+        "shared": moe.shared_experts,
+        "layer": moe,
+    }
+    if case in parts:
+        parts[case].__class__ = type("Other", (type(parts[case]),), {})
+    config: dict[str, Any] = {"strategy": "hg"}
+    if case == "overlap":
+        model.config.moe_shared_expert_overlap = True
+    elif case == "branches-off":
+        config["branches_off"] = "down"
+    elif case == "trained":
+        config["branches_off"] = "router"
+        with torch.no_grad():
+            model.decoder.layers[-1].pre_mlp_layernorm.weight.add_(0.5)
+    state = _state(model)
+    try:
+        apply_scale_vectors(model, ScaleVecConfig(**config))
+    except ScaleVecError as error:
+        return {"error": str(error), "unchanged": _same(state, _state(model))}
+    return {"error": "", "unchanged": False}

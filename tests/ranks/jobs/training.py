@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_scalevec.vectors import VectorInfo
-from ranks.initial import fill_by_name
+from megatron_scalevec.vectors import VectorInfo, vector_info
+from ranks.initial import fill_by_name, name_of_expert
 from ranks.jobs.sabotage import SABOTAGE, then
 
 __all__ = ["launch_only", "own_loop", "train", "train_by_door"]
@@ -120,8 +120,18 @@ def train(
             for name, module in chunk.named_modules()
             if hasattr(module, "layer_number") and name.split(".")[-1].isdigit()
         }
+        offsets = {
+            f"{name}.experts.": module.local_expert_indices[0]
+            for name, module in chunk.named_modules()
+            if hasattr(module, "local_expert_indices")
+        }
         for name, param in chunk.named_parameters():
-            if param.dim() == 1 and not getattr(param, "tensor_model_parallel", False):
+            if param.dim() == 1 and (
+                vector_info(param) or not getattr(param, "tensor_model_parallel", False)
+            ):
+                for path, offset in offsets.items():
+                    if name.startswith(path):
+                        name = name_of_expert(name, offset)
                 for path, number in layers.items():
                     if name.startswith(path + "."):
                         name = f"layer{number}{name[len(path) :]}"
