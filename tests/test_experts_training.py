@@ -42,10 +42,8 @@ def assert_equal_runs(run, other, start=0):
         ("mixtral", "tp2-sp-etp1"),
         ("mixtral", "pp2-ep2"),
         ("qwen3-moe", "ep2"),
-        ("qwen3-moe", "tp2-sp"),
         ("shared-experts", "ep2-distopt"),
         ("shared-experts", "tp2-sp-etp1"),
-        ("shared-experts", "pp2"),
     ],
 )
 def test_parallel_equals_serial(train, model, layout):
@@ -74,9 +72,9 @@ def test_one_set_of_vectors_for_all_experts(train, layout):
 )
 def test_a_run_resumes_in_another_layout(ranks, tmp_path, model, first, second):
     """Twenty iterations, and the last ten of them again from the checkpoint."""
+    # Another number of expert-parallel ranks takes an optimizer state that can be resharded.
     common = ["--scalevec-strategy", "unified", "--train-iters", "20"]
-    if "distopt" in first:
-        common += ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+    common += ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
     saving = ["--save", str(tmp_path), "--save-interval", "10"]
     world_size, arguments = EXPERT_LAYOUTS[first]
     whole = ranks.run("train", world_size, argv=tiny_gpt(model, *arguments, *common, *saving))

@@ -118,8 +118,9 @@ class _TEGroupedFolded(te.HidesVectors, FoldedLinear):
             )
         return result
 
-    def _sharded_state_dict_grouped(self, tp_axis_map, prefix="", sharded_offsets=(), metadata=None):
-        found = super()._sharded_state_dict_grouped(tp_axis_map, prefix, sharded_offsets, metadata)
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Megatron's entries, which are the experts' weights one by one, and those of the vectors."""
+        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         found.update(self._sharded_vectors(prefix, sharded_offsets, metadata))
         return found
 

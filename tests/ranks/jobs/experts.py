@@ -22,6 +22,7 @@ def expert_gradients(
     overrides: dict[str, Any] | None = None,
     sabotage: str | None = None,
     idle: int | None = None,
+    audited: bool = True,
     **sizes: Any,
 ) -> dict[str, Any]:
     """One step of a model with experts on four sequences, which the data-parallel ranks share.
@@ -32,6 +33,7 @@ def expert_gradients(
         overrides: Of Megatron's configuration.
         sabotage: Name of a function in ``SABOTAGE``.
         idle: An expert that the router never chooses (models with a bias for the choice).
+        audited: Look at what was built as well.
         sizes: Of Megatron's groups; ``sequence_parallel`` goes to the model.
 
     Returns:
@@ -75,7 +77,7 @@ def expert_gradients(
     optimizer_config = OptimizerConfig(optimizer="adam", lr=0.01, weight_decay=0.1, clip_grad=0.0)
     overridden = with_decaying_vectors(standard(optimizer_config), strategy.weight_decay)
     optimizer = get_megatron_optimizer(optimizer_config, [wrapped], config_overrides=overridden)
-    found = audit(wrapped, optimizer)
+    found = audit(wrapped, optimizer) if audited else None
     wrapped.zero_grad_buffer()
     optimizer.zero_grad()
     draw = torch.Generator().manual_seed(3)
@@ -118,16 +120,21 @@ def expert_gradients(
         "norm": float(norm),
         "gradients": gradients,
         "moved": vectors(lambda param: param),
-        "audit": (
-            found.built_vectors,
-            found.linears_converted,
-            found.norm_scales_retired,
-            found.parameters_stock,
-            found.parameters_added,
-            [(g.weight_decay_multiplier, g.tensors) for g in found.decay_groups],
-            [(v.name, v.copies) for v in found.vectors],
-        ),
+        "audit": _counts(found) if audited else None,
     }
+
+
+def _counts(found) -> tuple:
+    """What every layout must agree in."""
+    return (
+        found.built_vectors,
+        found.linears_converted,
+        found.norm_scales_retired,
+        found.parameters_stock,
+        found.parameters_added,
+        [(g.weight_decay_multiplier, g.tensors) for g in found.decay_groups],
+        [(v.name, v.copies) for v in found.vectors],
+    )
 
 
 def expert_audit(
