@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -171,7 +171,7 @@ class FoldedLinear(common.Folded):
         """
         self.__dict__["_scalevec_lent"] = gammas
 
-    def _vectors(self, names: Sequence[str], stored: Sequence[str]) -> Mapping[str, torch.Tensor]:
+    def _vectors(self, names: Sequence[Hashable], stored: Sequence[str]) -> Mapping[Any, torch.Tensor]:
         """Complete vectors by name, each rank's gradient summed over the tensor-parallel group."""
         if self.scalevec_borrows:
             lent = self.__dict__.get("_scalevec_lent")

@@ -11,7 +11,7 @@ from ranks.initial import fill_by_name, name_of_expert
 from ranks.jobs.building import _same, _state
 from ranks.jobs.sabotage import SABOTAGE
 
-__all__ = ["expert_audit", "expert_dtypes", "expert_gradients", "experts_refused"]
+__all__ = ["expert_audit", "expert_dtypes", "expert_gradients", "experts_refused", "version_of_megatron"]
 
 _SEQUENCES = 4
 
@@ -201,3 +201,10 @@ def experts_refused(case: str) -> dict[str, Any]:
     except ScaleVecError as error:
         return {"error": str(error), "unchanged": _same(state, _state(model))}
     return {"error": "", "unchanged": False}
+
+
+def version_of_megatron() -> str:
+    """Of the one that the ranks run."""
+    from megatron_scalevec.versions import megatron_version
+
+    return megatron_version().base_version

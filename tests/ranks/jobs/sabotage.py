@@ -64,6 +64,13 @@ def _reduce_as(allreduce: bool, kind: str):
     return sabotage
 
 
+def _count_once(patches) -> None:
+    """Vectors of experts as unsharded as Megatron takes them to be."""
+    from megatron_scalevec.convert import experts
+
+    patches.set(experts, "_count_in_gradient_norm", lambda linears: None)
+
+
 def _forget_expert(patches) -> None:
     """The last local expert of a layer keeps its stock linear."""
     from megatron_scalevec.convert import experts
@@ -124,6 +131,7 @@ SABOTAGE = {
     "marked-as-sharded": _mark_as_sharded,
     "allreduce": _reduce_as(True, "ParallelLinear"),
     "expert-parallel-sum": _reduce_as(False, "SequentialMLP"),
+    "counted-once": _count_once,
     "expert-forgotten": _forget_expert,
     "mtp-forgotten": _forget_mtp,
     "bypass model": _bypass_model,
