@@ -133,9 +133,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "optimizer",
-        _differs("optimizer", "adam", "sgd"),
-        "the weight-decay split is not proven with --optimizer {optimizer} yet",
-        "use adam or sgd",
+        _differs("optimizer", "adam", "sgd", "muon", "dist_muon", "adaptive_muon", "soap", "lion"),
+        "the weight-decay split is not proven with --optimizer {optimizer}",
+        "use adam, sgd, muon, adaptive_muon, soap or lion",
     ),
     Refusal(
         "optimizer-cpu-offload",

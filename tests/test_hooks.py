@@ -166,6 +166,7 @@ def test_flags_are_frozen():
         "--scalevec-lr-mult",
         "--scalevec-sites",
         "--scalevec-audit",
+        "--scalevec-debug-replicas",
         "--scalevec-cpu",
     ]
 

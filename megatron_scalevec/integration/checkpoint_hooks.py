@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_scalevec.audit.groups import check_same_groups
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.integration.arguments import MODEL_FLAGS
 from megatron_scalevec.integration.session import Session
 
-__all__ = ["base_checkpoint", "load_args"]
+__all__ = ["base_checkpoint", "distributed_state", "group_order", "load_args"]
 
 
 def load_args(current: Session, original):
@@ -47,6 +48,29 @@ def base_checkpoint(current: Session, original):
         return result
 
     return _load_base_checkpoint
+
+
+def group_order(current: Session, original):
+    """Where the plain optimizers look up the checkpoint's parameter groups."""
+
+    def _filter_and_reorder_param_groups(current_groups, state_dict_groups):
+        if current.config.active:
+            check_same_groups(current_groups, state_dict_groups)
+        return original(current_groups, state_dict_groups)
+
+    return _filter_and_reorder_param_groups
+
+
+def distributed_state(current: Session, original):
+    """Where the distributed optimizer does."""
+
+    def load_state_dict(self, state_dict):
+        inner = self.optimizer
+        if current.config.active and inner is not None:
+            check_same_groups(inner.param_groups, state_dict["optimizer"]["param_groups"])
+        return original(self, state_dict)
+
+    return load_state_dict
 
 
 def _restore(args: Any, saved: Any) -> None:
