@@ -89,10 +89,16 @@ def _require_same(config: ScaleVecConfig, saved: Any, load_dir: str) -> None:
     was = ScaleVecConfig.from_namespace(saved)
     if was != config:
         flags = " ".join(_flags_of(saved)) or "no --scalevec-* flag"
+        # Only where one of the two is stock is there a way from the one to the other.
+        way = ""
+        if not was.active:
+            way = ", make a checkpoint with scale vectors of it first (scalevec unfold)"
+        elif not config.active:
+            way = ", make a stock checkpoint of it first (scalevec fold)"
         raise ScaleVecError(
             f"the checkpoint in {load_dir} was trained with {was.describe()}, and this run asks for "
-            f"{config.describe()}: give the checkpoint's strategy ({flags}, or --use-checkpoint-args), or "
-            "start without --load."
+            f"{config.describe()}: give the checkpoint's strategy ({flags}, or --use-checkpoint-args){way}, "
+            "or start without --load."
         )
 
 

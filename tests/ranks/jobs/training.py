@@ -41,7 +41,8 @@ def train(
     Returns:
         ``losses`` (empty on ranks without the last pipeline stage), ``grad_norms``, ``vectors``: final
         values of all 1-D parameters by name over the whole pipeline, ``moments``: checksums of this rank's
-        optimizer states, in the order of the groups, ``audit`` as a dict or None.
+        optimizer states, in the order of the groups, ``weight_decay``: the values of the groups before each
+        step, ``audit`` as a dict or None.
     """
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
@@ -70,6 +71,7 @@ def train(
             patches.set(initialize, "validate_args", arguments.validate_args)
 
     record: dict[str, Any] = {"losses": [], "grad_norms": [], "vectors": {}, "audit": None, "start": {}}
+    record["weight_decay"] = []
     chunks: list[torch.nn.Module] = []
     optimizers: list[Any] = []
 
@@ -93,6 +95,8 @@ def train(
 
     def recorded(original):
         def train_step(*args, **kwargs):
+            groups = args[3].param_groups
+            record["weight_decay"].append(sorted({group["weight_decay"] for group in groups}))
             result = original(*args, **kwargs)
             if "lm loss" in result[0]:
                 record["losses"].append(float(result[0]["lm loss"]))
