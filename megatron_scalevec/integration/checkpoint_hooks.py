@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_scalevec.audit.groups import check_same_groups
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.integration.arguments import MODEL_FLAGS
@@ -55,6 +54,8 @@ def group_order(current: Session, original):
 
     def _filter_and_reorder_param_groups(current_groups, state_dict_groups):
         if current.config.active:
+            from megatron_scalevec.audit.groups import check_same_groups
+
             check_same_groups(current_groups, state_dict_groups)
         return original(current_groups, state_dict_groups)
 
@@ -67,6 +68,8 @@ def distributed_state(current: Session, original):
     def load_state_dict(self, state_dict):
         inner = self.optimizer
         if current.config.active and inner is not None:
+            from megatron_scalevec.audit.groups import check_same_groups
+
             check_same_groups(inner.param_groups, state_dict["optimizer"]["param_groups"])
         return original(self, state_dict)
 
