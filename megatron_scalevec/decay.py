@@ -123,39 +123,36 @@ def with_decaying_vectors(overrides: Mapping[Any, Any], policy: str) -> dict[Any
 
     Returns:
         A new mapping. Decaying vectors match no rule for weight decay any more, so they join the default
-        group; what such a rule says besides holds for them as before. ``stock`` returns the overrides
-        unchanged.
+        group; what such a rule says besides holds for them as before. Those that the policy forbids to decay
+        get a rule of their own, with the standard one's value. ``stock`` returns the overrides unchanged.
     """
     if policy == "stock":
         return dict(overrides)
     from megatron.core.optimizer import ParamKey
     from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
+    def rule(name: str, matches: Callable[[torch.nn.Parameter, str], bool]) -> ParamKey:
+        # Megatron takes two predicates of one name for the same.
+        return ParamKey(
+            with_name_predicate=ParamWithNamePredicate(name=f"scalevec_{name}_{policy}", fn=matches)
+        )
+
     result = {}
     for number, (key, override) in enumerate(overrides.items()):
-        if override.get("wd_mult") == 0.0:
+        if override.get("wd_mult") != 0.0:
+            result[key] = override
+            continue
 
-            def no_decay(param, name, key=key):
-                own = param_decays(param, policy)
-                return key.matches(param, name) if own is None else not own
+        def matches(param, name, key=key):
+            return key.matches(param, name)
 
-            def decaying(param, name, key=key):
-                return bool(param_decays(param, policy)) and key.matches(param, name)
+        def matches_and_stays(param, name, key=key):
+            return key.matches(param, name) and not param_decays(param, policy)
 
-            # Megatron takes two predicates of one name for the same.
-            key = ParamKey(
-                with_name_predicate=ParamWithNamePredicate(
-                    name=f"scalevec_no_decay_{policy}_{number}", fn=no_decay
-                )
-            )
-            rest = {field: value for field, value in override.items() if field != "wd_mult"}
-            if rest:
-                result[
-                    ParamKey(
-                        with_name_predicate=ParamWithNamePredicate(
-                            name=f"scalevec_decay_{policy}_{number}", fn=decaying
-                        )
-                    )
-                ] = rest
-        result[key] = override
+        result[rule(f"no_decay_{number}", matches_and_stays)] = override
+        rest = {field: value for field, value in override.items() if field != "wd_mult"}
+        if rest:
+            result[rule(f"no_decay_{number}_else", matches)] = rest
+    # Where Megatron's rules would let decay what the policy does not.
+    result[rule("never", lambda param, name: param_decays(param, policy) is False)] = {"wd_mult": 0.0}
     return result
