@@ -223,9 +223,35 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "optimizer",
-        _differs("optimizer", "adam", "sgd"),
-        "the weight-decay split is not proven with --optimizer {optimizer} yet",
-        "use adam or sgd",
+        _differs("optimizer", "adam", "sgd", "muon", "dist_muon", "adaptive_muon", "soap", "lion"),
+        "the weight-decay split is not proven with --optimizer {optimizer}",
+        "use adam, sgd, muon, adaptive_muon, soap or lion",
+    ),
+    Refusal(
+        "layer-wise-float32",
+        lambda args, _: (
+            getattr(args, "optimizer", "adam") not in ("adam", "sgd")
+            and any(
+                getattr(args, name, False)
+                for name in ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer")
+            )
+            and not getattr(args, "bf16", False)
+        ),
+        "the layer-wise optimizer that --use-distributed-optimizer stands for with --optimizer {optimizer} "
+        "takes no step in float32 (AttributeError: no attribute 'get_loss_scale')",
+        "add --bf16, or drop --use-distributed-optimizer",
+        versions=">=0.18",
+    ),
+    Refusal(
+        "soap-checkpoints",
+        lambda args, _: (
+            getattr(args, "optimizer", "adam") == "soap"
+            and bool(getattr(args, "save", None))
+            and getattr(args, "ckpt_format", "torch_dist") == "torch_dist"
+        ),
+        "Megatron cannot save SOAP's preconditioners in the torch_dist format (AssertionError: optimizer "
+        "shape does not match model shape)",
+        "add --ckpt-format torch, or drop --save",
     ),
     Refusal(
         "optimizer-cpu-offload",
@@ -304,9 +330,9 @@ REFUSALS: tuple[Refusal, ...] = (
             and bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))
             and not getattr(args, "use_distributed_optimizer", False)
         ),
-        "--scalevec-vector-dtype fp32 in a bf16 or fp16 run needs the distributed optimizer: Megatron's "
-        "plain one cannot save a parameter group of two dtypes",
-        "add --use-distributed-optimizer, or drop --scalevec-vector-dtype",
+        "--scalevec-vector-dtype fp32 in a bf16 or fp16 run needs Adam's distributed optimizer: the others "
+        "cannot save a parameter group of two dtypes",
+        "use --optimizer adam with --use-distributed-optimizer, or drop --scalevec-vector-dtype",
     ),
     Refusal(
         "learning-rates-on-resume",

@@ -71,6 +71,7 @@ def test_another_strategy_stops_and_says_which(ranks, saved, flags, asked):
     assert "was trained with dp: branches split, placement dual" in message
     assert f"this run asks for {asked}" in message or asked in message
     assert "--scalevec-strategy dp --scalevec-weight-decay all, or --use-checkpoint-args" in message
+    assert ("make a stock checkpoint of it first (scalevec fold)" in message) == (asked == "stock")
 
 
 def test_another_spec_beside_checkpoint_arguments_stops(ranks, saved):
@@ -102,7 +103,8 @@ def test_interleaved_pipelines_agree_on_head_norms(ranks, tmp_path):
 def test_a_stock_checkpoint_does_not_start_a_strategy_by_accident(ranks, tmp_path):
     argv = tiny_gpt("llama", "--save", str(tmp_path), "--save-interval", "10")
     ranks.run("train", argv=argv)
-    with pytest.raises(RankFailure, match="was trained with stock"):
+    sentence = r"was trained with stock .* asks for hg: .* with scale vectors of it first \(scalevec unfold\)"
+    with pytest.raises(RankFailure, match=sentence):
         ranks.run("train", argv=tiny_gpt("llama", "--load", str(tmp_path), "--scalevec-strategy", "hg"))
 
 

@@ -102,7 +102,9 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "legacy-models": {"use_legacy_models": True},
         "fsdp": {"use_megatron_fsdp": True},
         "fp8-fp4": {"fp8": "hybrid"},
-        "optimizer": {"optimizer": "muon"},
+        "optimizer": {"optimizer": "shampoo"},
+        "layer-wise-float32": {"optimizer": "muon", "use_distributed_optimizer": True},
+        "soap-checkpoints": {"optimizer": "soap", "save": "folder"},
         "optimizer-cpu-offload": {"optimizer_cpu_offload": True},
         "precision-aware-optimizer": {"use_precision_aware_optimizer": True},
         "wd-on-qk-norms": {"apply_wd_to_qk_layernorm": True},
@@ -177,6 +179,7 @@ def test_flags_are_frozen():
         "--scalevec-lr-mult",
         "--scalevec-sites",
         "--scalevec-audit",
+        "--scalevec-debug-replicas",
         "--scalevec-cpu",
     ]
 

@@ -16,7 +16,12 @@ import torch
 from megatron_scalevec.audit.chunks import expert_ranks, is_copy, unsharded_numel, unwrap
 from megatron_scalevec.audit.expected import Expectation, Share, expectation
 from megatron_scalevec.audit.experts import experts_note
-from megatron_scalevec.audit.groups import check_decay, groups_of_parameters
+from megatron_scalevec.audit.groups import (
+    GroupOfParameter,
+    check_group,
+    check_identities,
+    groups_of_parameters,
+)
 from megatron_scalevec.audit.record import Audit, DecayGroup, Vector, kind_of
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert import applied_config, parameter_roles
@@ -61,7 +66,8 @@ def audit(
 
     Raises:
         ScaleVecError: A chunk carries another strategy than the one asked for, a vector's decay in the
-            optimizer is not what its class says, or what was built differs from what was expected.
+            optimizer is not what its class says, two of the optimizer's groups cannot be told apart, or what
+            was built differs from what was expected.
     """
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     config = config or applied_config(chunks[0])
@@ -84,7 +90,10 @@ def audit(
                 f"{built.describe() if built else 'no scale vectors'}, but {config.describe()} was asked "
                 "for: the model is of a kind that the flag does not reach."
             )
-    groups = groups_of_parameters(chunks, optimizer) if optimizer is not None else None
+    groups = None
+    if optimizer is not None:
+        check_identities(optimizer)
+        groups = groups_of_parameters(chunks, optimizer)
     records = _gather_over_pipeline(rank_record(chunks, config, groups))
     result = audit_of_records(records, config, unwrap(chunks[0]).config)
     problems = result.problems()
@@ -103,7 +112,7 @@ def audit(
 def rank_record(
     chunks: list[torch.nn.Module],
     config: ScaleVecConfig,
-    groups: dict[int, tuple[float, float]] | None = None,
+    groups: dict[int, GroupOfParameter] | None = None,
 ) -> dict[str, Any]:
     """What this rank holds, for :func:`audit_of_records`; nothing collective.
 
@@ -112,10 +121,10 @@ def rank_record(
     Args:
         chunks: The rank's model chunks.
         config: The strategy they were given.
-        groups: ``id`` of every trainable parameter to (weight-decay multiplier, learning rate).
+        groups: ``id`` of every trainable parameter to what is known of its group.
 
     Raises:
-        ScaleVecError: A vector's decay is not what its class says.
+        ScaleVecError: A vector's decay or optimizer is not what its class says.
     """
     vectors: dict[str, Vector] = {}
     counted: Counter = Counter()
@@ -141,7 +150,7 @@ def rank_record(
                 continue
             wanted = bool(param_decays(param, config.weight_decay))
             if groups is not None:
-                check_decay(name, wanted, groups.get(id(param)))
+                check_group(name, wanted, groups.get(id(param)))
             vector = Vector(
                 name=_EXPERT.sub("*", _global_name(name, info.layer)),
                 site=info.site,
@@ -217,7 +226,7 @@ def _merge(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
         groups.update(record["groups"])
     return {
         "vectors": [vector for record in records for vector in record["vectors"]],
-        "groups": [DecayGroup(wd, lr, tensors) for (wd, lr), tensors in sorted(groups.items())],
+        "groups": [DecayGroup(*group, tensors) for group, tensors in sorted(groups.items())],
         **{key: sum(record[key] for record in records) for key in ("retired", "linears", "stock", "added")},
     }
 

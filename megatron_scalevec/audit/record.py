@@ -53,6 +53,7 @@ class DecayGroup:
 
     weight_decay_multiplier: float
     max_learning_rate: float
+    optimizer: str
     tensors: int
 
 
@@ -173,8 +174,10 @@ class Audit:
             Console(file=out, width=110, color_system=None).print(table)
         else:
             out.write(f"scale vectors: {self.strategy}\n  no vectors: the Input-Norms have no scale\n")
+        several = len({group.optimizer for group in self.decay_groups}) > 1
         groups = "; ".join(
-            f"wd x{group.weight_decay_multiplier:g}, lr {group.max_learning_rate:g}: {group.tensors} tensors"
+            f"wd x{group.weight_decay_multiplier:g}, lr {group.max_learning_rate:g}"
+            f"{f', {group.optimizer}' if several else ''}: {group.tensors} tensors"
             for group in self.decay_groups
         )
         return (

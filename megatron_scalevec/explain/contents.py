@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+from packaging.version import Version
+
 from megatron_scalevec.audit import (
     Audit,
     Share,
@@ -18,6 +21,7 @@ from megatron_scalevec.audit import (
     rank_record,
     unsharded_numel,
 )
+from megatron_scalevec.audit.groups import ELEMENTWISE, GroupOfParameter
 from megatron_scalevec.explain.dry_run import DryRun
 from megatron_scalevec.vectors import was_added
 
@@ -146,7 +150,7 @@ def _count(chunks: Iterable[Any], *, whole: bool) -> Parameters:
     return Parameters(stock, added, norm_scales)
 
 
-def _decay_groups(run: DryRun, chunks: Iterable[Any]) -> dict[int, tuple[float, float]]:
+def _decay_groups(run: DryRun, chunks: Iterable[Any]) -> dict[int, GroupOfParameter]:
     """What Megatron's optimizer would do with each parameter, by its own rules and our hook on them."""
     from megatron.core.optimizer import combine_param_group_overrides
     from megatron.training.training import get_megatron_optimizer_config
@@ -158,14 +162,27 @@ def _decay_groups(run: DryRun, chunks: Iterable[Any]) -> dict[int, tuple[float, 
             if param.requires_grad:
                 matching = [override for key, override in overrides.items() if key.matches(param, name)]
                 merged = combine_param_group_overrides(matching) if matching else {}
-                groups[id(param)] = (
+                groups[id(param)] = GroupOfParameter(
                     float(merged.get("wd_mult", 1.0)),
                     float(merged.get("max_lr", config.lr) or 0.0),
+                    _optimizer_of(param, config, run.session.version),
                 )
     return groups
 
 
-def _rows(chunks: Iterable[Any], groups: dict[int, tuple[float, float]]) -> Counter:
+def _optimizer_of(param: torch.nn.Parameter, config: Any, version: Version) -> str:
+    """The name of the optimizer that Megatron hands a parameter to."""
+    name = config.optimizer.removeprefix("dist_")
+    # From 0.18 on Lion takes the way of the optimizers for matrices, in which it leaves the rest to Adam.
+    if name in ELEMENTWISE and (name != "lion" or version < Version("0.18.0")):
+        return name
+    matrix = param.dim() == 2 and not getattr(param, "is_embedding_or_output_parameter", False)
+    if matrix:
+        return name
+    return getattr(config, "muon_scalar_optimizer", "adam") if "muon" in name else "adam"
+
+
+def _rows(chunks: Iterable[Any], groups: dict[int, GroupOfParameter]) -> Counter:
     rows: Counter = Counter()
     for chunk in chunks:
         for name, param in chunk.named_parameters():
@@ -173,7 +190,7 @@ def _rows(chunks: Iterable[Any], groups: dict[int, tuple[float, float]]) -> Coun
                 # Layers and experts by number; a grouped linear numbers its parameters instead.
                 kind = re.sub(r"\.\d+(?=\.)", ".*", name)
                 kind = re.sub(r"(?<=\.weight)\d+$|(?<=\.bias)\d+$|(?<=_)\d+(?=_|$)", "*", kind)
-                rows[kind, groups[id(param)][0] != 0.0, was_added(param)] += expert_ranks(param)
+                rows[kind, groups[id(param)].weight_decay != 0.0, was_added(param)] += expert_ranks(param)
     return rows
 
 

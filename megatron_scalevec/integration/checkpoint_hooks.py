@@ -12,7 +12,7 @@ from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.integration.arguments import MODEL_FLAGS
 from megatron_scalevec.integration.session import Session
 
-__all__ = ["base_checkpoint", "load_args"]
+__all__ = ["base_checkpoint", "distributed_state", "group_order", "load_args"]
 
 
 def load_args(current: Session, original):
@@ -49,6 +49,33 @@ def base_checkpoint(current: Session, original):
     return _load_base_checkpoint
 
 
+def group_order(current: Session, original):
+    """Where the plain optimizers look up the checkpoint's parameter groups."""
+
+    def _filter_and_reorder_param_groups(current_groups, state_dict_groups):
+        if current.config.active:
+            from megatron_scalevec.audit.groups import check_same_groups
+
+            check_same_groups(current_groups, state_dict_groups)
+        return original(current_groups, state_dict_groups)
+
+    return _filter_and_reorder_param_groups
+
+
+def distributed_state(current: Session, original):
+    """Where the distributed optimizer does."""
+
+    def load_state_dict(self, state_dict):
+        inner = self.optimizer
+        if current.config.active and inner is not None:
+            from megatron_scalevec.audit.groups import check_same_groups
+
+            check_same_groups(inner.param_groups, state_dict["optimizer"]["param_groups"])
+        return original(self, state_dict)
+
+    return load_state_dict
+
+
 def _restore(args: Any, saved: Any) -> None:
     """``--use-checkpoint-args``: what the command line leaves open comes from the checkpoint.
 
@@ -65,10 +92,16 @@ def _require_same(config: ScaleVecConfig, saved: Any, load_dir: str) -> None:
     was = ScaleVecConfig.from_namespace(saved)
     if was != config:
         flags = " ".join(_flags_of(saved)) or "no --scalevec-* flag"
+        # Only where one of the two is stock is there a way from the one to the other.
+        way = ""
+        if not was.active:
+            way = ", make a checkpoint with scale vectors of it first (scalevec unfold)"
+        elif not config.active:
+            way = ", make a stock checkpoint of it first (scalevec fold)"
         raise ScaleVecError(
             f"the checkpoint in {load_dir} was trained with {was.describe()}, and this run asks for "
-            f"{config.describe()}: give the checkpoint's strategy ({flags}, or --use-checkpoint-args), or "
-            "start without --load."
+            f"{config.describe()}: give the checkpoint's strategy ({flags}, or --use-checkpoint-args){way}, "
+            "or start without --load."
         )
 
 

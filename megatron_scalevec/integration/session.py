@@ -28,6 +28,7 @@ class Session:
         self.describing = False
         self.cpu_changes: list[str] = []
         self.audit: Any = None
+        self.replicas_every: int | None = command_line.scalevec_debug_replicas
         # What is known without Megatron's own parsing, which a user's loop may not use.
         self.audit_files = [command_line.scalevec_audit] if command_line.scalevec_audit else []
 

@@ -125,6 +125,15 @@ def _bypass_decay(patches) -> None:
     patches.wrap(hooks, "install", lambda install: then(install, put_back))
 
 
+def _check_before_gathering(patches) -> None:
+    from megatron.core.distributed import DistributedDataParallel
+
+    def without_gathering(original):
+        return lambda self, param_sync=True: original(self, param_sync=False)
+
+    patches.wrap(DistributedDataParallel, "disable_forward_pre_hook", without_gathering)
+
+
 SABOTAGE = {
     "tensor-parallel-sum": _drop_tensor_parallel_sum,
     "row-map": _wrong_row_map,
@@ -134,6 +143,7 @@ SABOTAGE = {
     "counted-once": _count_once,
     "expert-forgotten": _forget_expert,
     "mtp-forgotten": _forget_mtp,
+    "check before gathering": _check_before_gathering,
     "bypass model": _bypass_model,
     "bypass decay overrides": _bypass_decay,
 }
