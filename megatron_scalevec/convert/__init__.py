@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
+from megatron_scalevec.checkpoint.guard import protect
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert.branches import branches_at, refuse_unknown_branches
 from megatron_scalevec.convert.roles import parameter_roles, plan_roles
@@ -99,6 +100,7 @@ def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
     for param, role in roles:
         if param.requires_grad and role_of(param) is None:
             set_role(param, role)
+    protect(model)
     setattr(model, _APPLIED_ATTRIBUTE, config)
 
 
