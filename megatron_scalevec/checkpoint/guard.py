@@ -52,9 +52,15 @@ class Guarded:
     without strictness, and only a wrong shape still fails then.
     """
 
+    scalevec_starts_from_stock = False
+    """Set while a stock checkpoint is loaded: the model then asks for a stock model's tensors."""
+
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As the model's, with the keys of the class's description."""
         result = super().sharded_state_dict(prefix, *args, **kwargs)
+        if self.scalevec_starts_from_stock:
+            added = {prefix + name for name, param in self.named_parameters() if was_added(param)}
+            return {name: entry for name, entry in result.items() if name not in added}
         for name, companion in foreign_weights(self).items():
             entry = result[prefix + name]
             result[f"{prefix}{GUARD}.{name}"] = _guard(entry.key, result[prefix + companion])
@@ -68,6 +74,17 @@ class Guarded:
             result[prefix + name] = result[prefix + name][None]
         return result
 
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """As the model's; from a stock checkpoint, the scales of norms move into the vectors."""
+        if not self.scalevec_starts_from_stock:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        from megatron_scalevec.checkpoint.from_stock import absorb_norms
+
+        own = {name: param.detach() for name, param in self.named_parameters() if was_added(param)}
+        result = super().load_state_dict({**own, **state_dict}, *args, **kwargs)
+        absorb_norms(self)
+        return result
+
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         for name in foreign_weights(self):
             state_dict.pop(f"{prefix}{GUARD}.{name}", None)
@@ -78,9 +95,8 @@ class Guarded:
 
 
 def protect(model: torch.nn.Module) -> None:
-    """Make a converted model's checkpoints safe; nothing where stock Megatron reads them correctly."""
-    if foreign_weights(model):
-        model.__class__ = mixed_class(Guarded, type(model))
+    """Make a converted model's checkpoints safe."""
+    model.__class__ = mixed_class(Guarded, type(model))
 
 
 def _guard(key: str, near: Any) -> Any:

@@ -20,6 +20,8 @@ __all__ = [
     "find_checkpoint",
     "iteration_folder",
     "missing_parts",
+    "not_whole",
+    "tracked_iteration",
     "whole_iterations",
 ]
 
@@ -63,16 +65,21 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Lo
             raise ScaleVecError(f"{path} is the folder of one iteration, so a step cannot be chosen in it.")
         location = Location(root, _iteration_of(root))
     else:
-        iteration = step if step is not None else _tracked(root)
+        iteration = step if step is not None else tracked_iteration(root)
         location = Location(root / iteration_folder(iteration), iteration)
     _require_torch_dist(location.folder)
     problem = missing_parts(location.folder)
     if problem:
-        raise ScaleVecError(
-            f"the checkpoint in {location.folder} is not whole ({problem}), as when a save was cut short; "
-            f"{_instead(location.folder.parent)}."
-        )
+        raise ScaleVecError(not_whole(location.folder, problem))
     return location
+
+
+def not_whole(folder: str | os.PathLike[str], problem: str) -> str:
+    """The sentence about a checkpoint for which :func:`missing_parts` has found something."""
+    return (
+        f"the checkpoint in {folder} is not whole ({problem}), as when a save was cut short; "
+        f"{_instead(Path(folder).parent)}."
+    )
 
 
 def missing_parts(folder: str | os.PathLike[str]) -> str | None:
@@ -140,7 +147,13 @@ def _iteration_of(folder: Path) -> int | str | None:
     return int(digits) if digits != folder.name and digits.isdigit() else None
 
 
-def _tracked(root: Path) -> int | str:
+def tracked_iteration(root: str | os.PathLike[str]) -> int | str:
+    """The iteration that a ``--save`` folder's tracker file names.
+
+    Raises:
+        ScaleVecError: There is no such file, or it says something else, as when writing it was interrupted.
+    """
+    root = Path(root)
     try:
         text = (root / TRACKER_FILE).read_text(encoding="utf-8").strip()
     except FileNotFoundError:

@@ -10,7 +10,7 @@ import torch
 
 from ranks.initial import fill_by_name
 
-__all__ = ["load_model", "save_model"]
+__all__ = ["fold_in_process", "load_model", "round_trips", "save_model", "scalevec"]
 
 
 def arguments_of(config: Any, strategy: Any = None) -> argparse.Namespace:
@@ -116,3 +116,147 @@ def load_model(
     except (KeyError, CheckpointingException, CheckpointException) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {name: param.detach().float().numpy().copy() for name, param in model.named_parameters()}
+
+
+def scalevec(arguments: list[str]) -> None:
+    """The command line."""
+    from megatron_scalevec.cli import main
+
+    code = main(arguments)
+    assert code == 0, f"exit code {code}"
+
+
+def round_trips(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Stock checkpoints to a strategy and back.
+
+    Args:
+        folder: For the checkpoints.
+        cases: Each with ``kind`` of model, ``config`` of the strategy, ``overrides`` and ``dtype``; ``train``
+            moves the scale vectors and weights away from their start before folding.
+
+    Returns:
+        For each case ``unfolded``: relative difference of the logits of the unfolded model and the stock
+        one, ``initial``: names of parameters in the unfolded model that are not what conversion of the
+        loaded stock model gives, ``folded``: difference of the logits of the folded model and the unfolded
+        one, ``changed``: names of the stock model's parameters that did not come back bit by bit,
+        ``product``: what the comparison without a model finds.
+    """
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    return [_round_trip(os.path.join(folder, str(number)), **case) for number, case in enumerate(cases)]
+
+
+def _round_trip(
+    folder: str,
+    kind: str,
+    config: dict[str, Any],
+    overrides: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    train: bool = False,
+) -> dict[str, Any]:
+    from megatron_scalevec import ScaleVecConfig, ScaleVecError, apply_scale_vectors
+    from megatron_scalevec.checkpoint.commands import fold_checkpoint, unfold_checkpoint
+    from megatron_scalevec.checkpoint.store import CheckpointReader
+    from megatron_scalevec.checkpoint.verify import compare_products
+
+    os.makedirs(folder)
+    paths = {name: os.path.join(folder, name) for name in ("stock", "start", "trained", "folded")}
+    strategy = ScaleVecConfig(**config)
+    stock, _ = _build(kind, None, dtype, overrides)
+    fill_by_name(stock, 0, 1)
+    save(stock, paths["stock"])
+    result: dict[str, Any] = {}
+    try:
+        unfold_checkpoint(paths["stock"], paths["start"], strategy, check=False)
+    except ScaleVecError as error:
+        return {"error": str(error)}
+    model, _ = _build(kind, config, dtype, overrides)
+    fill_by_name(model, 0, 1)  # whatever is not loaded shows
+    load(model, paths["start"])
+    result["unfolded"] = _difference(_logits(model), _logits(stock))
+    apply_scale_vectors(stock, strategy)
+    expected = dict(stock.named_parameters())
+    result["initial"] = [
+        name for name, param in model.named_parameters() if not torch.equal(param, expected[name])
+    ]
+    result["dtypes"] = [
+        name for name, param in model.named_parameters() if param.dtype != expected[name].dtype
+    ]
+    source = paths["start"]
+    if train:
+        fill_by_name(model, 0, 1)
+        save(model, paths["trained"], strategy)
+        source = paths["trained"]
+    try:
+        fold_checkpoint(source, paths["folded"], check=False)
+    except ScaleVecError as error:
+        return {**result, "error": str(error)}
+    heads = {"qk_layernorm": True} if strategy.placement == "dual-norm" else {}
+    folded, _ = _build(kind, None, dtype, {**(overrides or {}), **heads})
+    fill_by_name(folded, 0, 1)
+    load(folded, paths["folded"])
+    result["folded"] = _difference(_logits(folded), _logits(model))
+    result["product"] = compare_products(CheckpointReader(source), CheckpointReader(paths["folded"]))
+    if not train:
+        first, second = CheckpointReader(paths["stock"]), CheckpointReader(paths["folded"])
+        result["changed"] = [
+            key
+            for key in {*first.tensors, *second.tensors}
+            if key not in first.tensors
+            or key not in second.tensors
+            or first.tensors[key].dtype != second.tensors[key].dtype
+            or not torch.equal(first.read(key), second.read(key))
+        ]
+        result["args"] = vars(first.args) == vars(second.args)
+    return result
+
+
+def _logits(model: torch.nn.Module) -> torch.Tensor:
+    from ranks.models import SIZES
+
+    size = SIZES["sequence"]
+    tokens = torch.randint(SIZES["vocabulary"], (1, size), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        return model(tokens, torch.arange(size)[None], None)[0].double()
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def fold_in_process(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fold built models. For each case: difference of the logits, classes and names left over, errors."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from megatron_scalevec import ScaleVecError
+    from megatron_scalevec.checkpoint.in_process import fold
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    results = []
+    for case in cases:
+        model, _ = _build(case["kind"], case["config"], case.get("dtype", "float32"), case.get("overrides"))
+        stock, _ = _build(case["kind"], None, case.get("dtype", "float32"), case.get("overrides"))
+        fill_by_name(model, 0, 1)
+        before = _logits(model)
+        fold(model)
+        result = {"difference": _difference(_logits(model), before)}
+        result["classes"] = sorted(
+            {type(module).__name__ for module in model.modules()}
+            - {type(module).__name__ for module in stock.modules()}
+        )
+        result["names"] = sorted(set(dict(model.named_parameters())) - set(dict(stock.named_parameters())))
+        result["frozen"] = [name for name, param in model.named_parameters() if not param.requires_grad]
+        try:
+            fold(stock)
+        except ScaleVecError as error:
+            result["stock"] = str(error)
+        model, _ = _build(case["kind"], case["config"], "float32", case.get("overrides"))
+        wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+        try:
+            fold(wrapped)
+        except ScaleVecError as error:
+            result["training"] = str(error)
+        results.append(result)
+    return results
