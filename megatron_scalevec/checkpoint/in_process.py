@@ -85,10 +85,5 @@ def _remove_vectors(owner: torch.nn.Module) -> None:
 
 def _restore_class(module: torch.nn.Module, ours: type) -> None:
     """The class below those of ours."""
-    module.__class__ = next(
-        cls for cls in type(module).__mro__ if not issubclass(cls, ours) and _is_whole(cls)
-    )
-
-
-def _is_whole(cls: type) -> bool:
-    return issubclass(cls, torch.nn.Module)
+    below = (cls for cls in type(module).__mro__ if not issubclass(cls, ours))
+    module.__class__ = next(cls for cls in below if issubclass(cls, torch.nn.Module))  # not another mixin

@@ -10,7 +10,7 @@ import torch
 
 from ranks.initial import fill_by_name
 
-__all__ = ["fold_in_process", "load_model", "round_trips", "save_model", "scalevec"]
+__all__ = ["fold_in_process", "load_model", "round_trips", "save_model", "scalevec", "verify_wrong"]
 
 
 def arguments_of(config: Any, strategy: Any = None) -> argparse.Namespace:
@@ -139,7 +139,7 @@ def round_trips(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]
         one, ``initial``: names of parameters in the unfolded model that are not what conversion of the
         loaded stock model gives, ``folded``: difference of the logits of the folded model and the unfolded
         one, ``changed``: names of the stock model's parameters that did not come back bit by bit,
-        ``product``: what the comparison without a model finds.
+        ``product``: what the comparison without a model finds, and ``other`` beside another checkpoint.
     """
     from ranks.models import initialize_parallel
 
@@ -198,7 +198,12 @@ def _round_trip(
     load(folded, paths["folded"])
     result["folded"] = _difference(_logits(folded), _logits(model))
     result["product"] = compare_products(CheckpointReader(source), CheckpointReader(paths["folded"]))
-    if not train:
+    if train:
+        # Another checkpoint than the one that was folded: the comparison must be able to tell.
+        result["other"] = compare_products(
+            CheckpointReader(paths["start"]), CheckpointReader(paths["folded"])
+        )
+    else:
         first, second = CheckpointReader(paths["stock"]), CheckpointReader(paths["folded"])
         result["changed"] = [
             key
@@ -260,3 +265,21 @@ def fold_in_process(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             result["training"] = str(error)
         results.append(result)
     return results
+
+
+def verify_wrong(source: str, folder: str) -> dict[str, Any]:
+    """Unfold with one scale put wrong. Returns the error, and what is left in the folder."""
+    from megatron_scalevec import ScaleVecConfig, ScaleVecError
+    from megatron_scalevec.checkpoint import verify
+    from megatron_scalevec.checkpoint.commands import unfold_checkpoint
+    from megatron_scalevec.checkpoint.unfold import Unfolding
+
+    right = Unfolding._gamma
+    Unfolding._gamma = lambda *args: 1.1 * right(*args)
+    verify.LOGITS_LIMIT = 0  # compare products
+    os.makedirs(folder)
+    try:
+        unfold_checkpoint(source, os.path.join(folder, "out"), ScaleVecConfig(strategy="hg"))
+    except ScaleVecError as error:
+        return {"error": str(error), "left": os.listdir(folder)}
+    return {"error": "", "left": os.listdir(folder)}
