@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from ranks.arguments import tiny_gpt
 
+from megatron_scalevec.checkpoint import store, verify
+
 ZERO_CENTERED = {"layernorm_zero_centered_gamma": True}
 GATE = {"attention_output_gate": True}
 
@@ -122,6 +124,15 @@ def test_a_model_folds_in_place(ranks):
     # The v norm has no counterpart in Megatron; with it stay its class, and the guard of checkpoints.
     assert "ScaleVecSelfAttention" in results[-1]["classes"]
     assert all(".v_layernorm." in name for name in results[-1]["names"])
+
+
+def test_memory_is_bounded_by_the_largest_chunk(ranks, tmp_path):
+    """Twenty-four layers of 12 MiB."""
+    [found] = ranks.run("measure_memory", folder=str(tmp_path), layers=24, rows=3072, columns=1024)
+    chunk = 12 << 20
+    for step, used in found.items():
+        tensors = verify.PEAK_TENSORS if step == "compare" else store.PEAK_TENSORS
+        assert 0 < used < tensors * chunk + store.PEAK_BYTES < 24 * chunk, (step, used)
 
 
 @pytest.mark.needs_training

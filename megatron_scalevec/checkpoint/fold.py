@@ -30,6 +30,7 @@ from megatron_scalevec.reparam import get_reparameterization
 __all__ = ["Folding"]
 
 _VECTOR = re.compile(r"\.gamma(_in_|_out_|$|_[a-z]+$)")
+_BLOCK = 1 << 20  # elements
 _HEAD_NORM = re.compile(r"(.+)\.([qkv])_layernorm\.(scalevec_)?weight")
 
 
@@ -115,24 +116,23 @@ class Folding:
         )
 
         def folded(family: Family, values: torch.Tensor, box: Box) -> torch.Tensor:
-            result = torch.empty_like(values)
             rows = slice(box.offsets[-2], box.offsets[-2] + box.sizes[-2])
             columns = slice(box.offsets[-1], box.offsets[-1] + box.sizes[-1])
             layers = _layers(box)
-            flat, source = result.view(-1, *box.sizes[-2:]), values.reshape(-1, *box.sizes[-2:])
+            flat = values.view(-1, *box.sizes[-2:])  # a copy already, changed in place
             for number, index in enumerate(layers):
                 # The scales of a moment are those of the masters, or of the model where there are none.
                 scales = Family(self._master_of(family, raw), 0)
                 gamma_in, gamma_out = factors(scales, index)
                 flat[number] = _scale(
-                    source[number],
+                    flat[number],
                     None if gamma_in is None else gamma_in[:, columns],
                     gamma_out,
                     row_map.branch_of_row[rows],
                     row_map.slot_of_row[rows],
                     family.power,
                 )
-            return result
+            return values
 
         self.draft.change(raw, weight, folded if self._has_any(site, row_map, returns) else None)
         if site.kind.fed_by_norm:
@@ -274,8 +274,18 @@ def _layers(box: Box) -> list[tuple[int, ...]]:
 
 
 def _scale(values, gamma_in, gamma_out, branch_of_row, slot_of_row, power: int) -> torch.Tensor:
-    """Values times the factor; averages of gradients divided by it, once or twice."""
-    if power == 0:
-        return fold_weight(values, gamma_in, gamma_out, branch_of_row, slot_of_row)
-    factor = fold_weight(torch.ones_like(values), gamma_in, gamma_out, branch_of_row, slot_of_row)
-    return torch.where(factor == 0, torch.zeros_like(values), values / factor**power)
+    """Values times the factor; averages of gradients divided by it, once or twice.
+
+    A block of rows at a time: the factor of all rows would be a second weight, and there are intermediates.
+    """
+    result = torch.empty_like(values)
+    step = max(1, _BLOCK // values.shape[1])
+    for start in range(0, len(values), step):
+        rows = slice(start, start + step)
+        maps = (gamma_in, gamma_out, branch_of_row[rows], slot_of_row[rows])
+        if power == 0:
+            result[rows] = fold_weight(values[rows], *maps)
+        else:
+            factor = fold_weight(torch.ones_like(values[rows]), *maps) ** power
+            result[rows] = torch.where(factor == 0, torch.zeros_like(factor), values[rows] / factor)
+    return result

@@ -24,10 +24,12 @@ from megatron_scalevec.checkpoint.store import Box, CheckpointReader
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 
-__all__ = ["LOGITS_LIMIT", "Finding", "compare_logits", "compare_products", "verify"]
+__all__ = ["LOGITS_LIMIT", "PEAK_TENSORS", "Finding", "compare_logits", "compare_products", "verify"]
 
 LOGITS_LIMIT = 2 << 30
 """Largest model, in bytes of its stored tensors, whose logits are compared."""
+
+PEAK_TENSORS = 8
 
 _TIMEOUT = 1800  # seconds
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -108,7 +110,10 @@ def compare_logits(source: Path, result: Path) -> tuple[float | None, str]:
 
 
 def compare_products(first: CheckpointReader, second: CheckpointReader) -> float:
-    """Largest difference over all linears and head norms, relative to a tensor's largest entry."""
+    """Largest difference over all tensors, relative to a tensor's largest entry.
+
+    Takes up to :data:`PEAK_TENSORS` times the memory of the largest chunk in float32.
+    """
     views = [_Stock(first), _Stock(second)]
     worst = 0.0
     keys = views[0].keys()

@@ -18,14 +18,24 @@ import torch
 __all__ = ["kill_saves", "kill_tools"]
 
 
-def _killed(work: Callable[[], None], after: float) -> bool:
-    """Run in a child and kill it. Returns whether it had ended by then."""
+def _killed(work: Callable[[Callable[[], None]], None], after: float, *, tells: bool = False) -> bool:
+    """Run in a child and kill it some time ``after`` it began, or called its argument where it ``tells``.
+
+    Returns whether it had ended by then.
+    """
+    reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
+        code = 1
         try:
-            work()
+            work(lambda: os.write(writing, b"."))
+            code = 0
         finally:
-            os._exit(0)
+            os._exit(code)
+    os.close(writing)
+    if tells:
+        os.read(reading, 1)  # returns when the child has ended, too
+    os.close(reading)
     time.sleep(after)
     os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -72,7 +82,7 @@ def kill_tools(folder: str, times: int) -> dict[str, Any]:
         before, wrong, killed = _digest(source), [], 0
         for number in range(times):
             out = root / f"{work.__name__}-{number}"
-            ended = _killed(lambda work=work, out=out: work(out), draw.uniform(0, 1.2 * duration))
+            ended = _killed(lambda _, work=work, out=out: work(out), draw.uniform(0, 1.2 * duration))
             killed += not ended
             if out.exists() and CheckpointReader(out).tensors.keys() != whole:
                 wrong.append(f"{out.name} is there and not whole")
@@ -105,7 +115,11 @@ def kill_saves(folder: str, times: int, hooked: bool = True) -> dict[str, Any]:
     for number in range(times):
         root = Path(folder) / str(number % 2)  # the next run goes on in the folder of an earlier one
         root.mkdir(exist_ok=True)
-        _killed(lambda root=root, first=first: _save_for_ever(root, first, hooked), draw.uniform(0.5, 1.5))
+        _killed(
+            lambda ready, root=root, first=first: _save_for_ever(root, first, hooked, ready),
+            draw.uniform(0, 0.3),
+            tells=True,
+        )
         first += 1000
         whole = whole_iterations(root)
         for iteration in whole:
@@ -122,7 +136,7 @@ def kill_saves(folder: str, times: int, hooked: bool = True) -> dict[str, Any]:
     return found
 
 
-def _save_for_ever(root: Path, first: int, hooked: bool) -> None:
+def _save_for_ever(root: Path, first: int, hooked: bool, ready: Callable[[], None]) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -145,3 +159,5 @@ def _save_for_ever(root: Path, first: int, hooked: bool) -> None:
         }
         save({**tensors, "iteration": iteration}, str(target))
         (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+        if number == first + 2:
+            ready()

@@ -10,7 +10,15 @@ import torch
 
 from ranks.initial import fill_by_name
 
-__all__ = ["fold_in_process", "load_model", "round_trips", "save_model", "scalevec", "verify_wrong"]
+__all__ = [
+    "fold_in_process",
+    "load_model",
+    "measure_memory",
+    "round_trips",
+    "save_model",
+    "scalevec",
+    "verify_wrong",
+]
 
 
 def arguments_of(config: Any, strategy: Any = None) -> argparse.Namespace:
@@ -283,3 +291,55 @@ def verify_wrong(source: str, folder: str) -> dict[str, Any]:
     except ScaleVecError as error:
         return {"error": str(error), "left": os.listdir(folder)}
     return {"error": "", "left": os.listdir(folder)}
+
+
+def measure_memory(folder: str, layers: int, rows: int, columns: int) -> dict[str, int]:
+    """Unfold, fold and compare a checkpoint made up for its size. Returns the growth of memory in bytes."""
+    from megatron_scalevec import ScaleVecConfig
+    from megatron_scalevec.checkpoint.commands import fold_checkpoint, unfold_checkpoint
+    from megatron_scalevec.checkpoint.store import Box, CheckpointReader, Piece, write_checkpoint
+    from megatron_scalevec.checkpoint.verify import compare_products
+
+    fc1 = "decoder.layers.mlp.linear_fc1."
+    pieces = [
+        Piece(key, shape, torch.float32, Box((i, *[0] * (len(shape) - 1)), (1, *shape[1:])), make)
+        for key, shape, make in (
+            (f"{fc1}weight", (layers, rows, columns), lambda: torch.ones(1, rows, columns)),
+            (f"{fc1}layer_norm_weight", (layers, columns), lambda: torch.full((1, columns), 2.0)),
+        )
+        for i in range(layers)
+    ]
+    args = argparse.Namespace(num_attention_heads=1, kv_channels=8, swiglu=True, normalization="RMSNorm")
+    common = {"args": args, "iteration": 7}
+    paths = [os.path.join(folder, name) for name in ("stock", "start", "folded")]
+    write_checkpoint(paths[0], iteration=7, pieces=pieces, objects={}, common=common, common_file=True)
+    steps = {
+        "unfold": lambda: unfold_checkpoint(
+            paths[0], paths[1], ScaleVecConfig(strategy="unified-foldable", sites="mlp"), check=False
+        ),
+        "fold": lambda: fold_checkpoint(paths[1], paths[2], check=False),
+        "compare": lambda: compare_products(CheckpointReader(paths[1]), CheckpointReader(paths[2])),
+    }
+    return {name: _growth(step) for name, step in steps.items()}
+
+
+def _growth(work) -> int:
+    """Of the largest amount of memory held, in a child of its own."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        before = _peak()
+        work()
+        os.write(writing, str(_peak() - before).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        found = int(pipe.read() or -1)
+    os.waitpid(pid, 0)
+    return found
+
+
+def _peak() -> int:
+    with open("/proc/self/status") as file:
+        [line] = [line for line in file if line.startswith("VmHWM")]
+    return 1024 * int(line.split()[1])
