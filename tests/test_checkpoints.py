@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from ranks.arguments import LAYOUTS, tiny_gpt
 from ranks.pool import RankFailure
+
+from megatron_scalevec.checkpoint.store import CheckpointReader
 
 pytestmark = pytest.mark.needs_training
 
@@ -149,6 +152,23 @@ def test_an_unfolded_run_goes_on_as_the_stock_run_would(ranks, stock, tmp_path):
     folder, whole = stock
     tool = ["unfold", str(folder), str(tmp_path / "out"), "--ckpt-step", "5", "--no-check"]
     ranks.run("scalevec", arguments=[*tool, "--strategy", "dp"])
+    tool = ["fold", str(tmp_path / "out"), str(tmp_path / "back"), "--no-check"]
+    ranks.run("scalevec", arguments=tool)
+    start, unfolded, folded = (
+        CheckpointReader(path, step)
+        for path, step in ((folder, 5), (tmp_path / "out", 5), (tmp_path / "back", 5))
+    )
+    qkv = "decoder.layers.self_attention.linear_qkv"
+    norm, vector = f"{qkv}.layer_norm_weight", f"{qkv}.gamma_in_k"
+    for state in ("exp_avg", "exp_avg_sq", "param"):
+        of = f"optimizer.state.{state}."
+        assert torch.equal(unfolded.read(f"{of}{qkv}.scalevec_weight"), start.read(f"{of}{qkv}.weight"))
+        assert f"{of}{norm}" not in unfolded.tensors
+        value = start.read(of + norm) if state == "param" else torch.zeros(4, 32)
+        assert torch.equal(unfolded.read(of + vector), value)
+        assert torch.equal(folded.read(of + norm), value)
+        assert torch.equal(folded.read(f"{of}{qkv}.weight"), start.read(f"{of}{qkv}.weight"))
+    assert folded.tensors == start.tensors
     argv = tiny_gpt("llama", *RESHARDABLE, "--load", str(tmp_path / "out"))
     [run] = ranks.run("train", argv=[*argv, "--use-checkpoint-args"], by_name=False)
     assert run["audit"]["strategy"] == "dp" and len(run["losses"]) == 5
