@@ -28,6 +28,7 @@ def _killed(work: Callable[[Callable[[], None]], None], after: float, *, tells: 
     if pid == 0:
         code = 1
         try:
+            os.setsid()  # Megatron writes in children of its own, which go down with the node
             work(lambda: os.write(writing, b"."))
             code = 0
         finally:
@@ -37,7 +38,9 @@ def _killed(work: Callable[[Callable[[], None]], None], after: float, *, tells: 
         os.read(reading, 1)  # returns when the child has ended, too
     os.close(reading)
     time.sleep(after)
-    os.kill(pid, signal.SIGKILL)
+    for kill, number in ((os.killpg, signal.SIGKILL), (os.kill, signal.SIGKILL)):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, number)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
@@ -159,5 +162,5 @@ def _save_for_ever(root: Path, first: int, hooked: bool, ready: Callable[[], Non
         }
         save({**tensors, "iteration": iteration}, str(target))
         (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
-        if number == first + 2:
+        if number == first + (0 if first > 1000 else 2):  # at first, one save into each folder
             ready()
