@@ -1,4 +1,4 @@
-"""The ``scalevec`` command: ``launch``, ``pretrain``, ``explain``, ``demo``."""
+"""The ``scalevec`` command and its subcommands."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _COMMANDS = {
     "launch": "run an unmodified Megatron training script with the --scalevec-* flags understood",
     "pretrain": "pre-train a GPT with Megatron's loop from the wheel; no Megatron checkout needed",
     "explain": "say what a launch line would build, on any machine, without training",
+    "unfold": "make a stock checkpoint the start of a run with scale vectors",
+    "fold": "fold the scale vectors of a checkpoint into its weights, for stock Megatron",
     "demo": "train a small GPT on this machine under several strategies and compare them",
 }
 
@@ -55,6 +57,10 @@ def _dispatch(arguments: list[str]) -> int:
 
         # As given: argparse swallows a leading "--" in some versions of Python.
         return explain(arguments[arguments.index("explain") + 1 :])
+    if args.command in ("unfold", "fold"):
+        from megatron_scalevec.checkpoint.commands import main as rewrite
+
+        return rewrite(args.command, args.rest)
     from megatron_scalevec.integration import launch
 
     if args.rest in (["--help"], ["-h"]) or (args.command == "launch" and not args.rest):

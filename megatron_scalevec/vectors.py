@@ -26,6 +26,7 @@ __all__ = [
     "mark_added",
     "role_of",
     "set_role",
+    "set_vector",
     "vector_info",
     "was_added",
 ]
@@ -109,6 +110,21 @@ def add_vector(
 def has_vector(owner: torch.nn.Module, name: str) -> bool:
     """Whether :func:`add_vector` made a vector of this name on the module."""
     return name in owner.__dict__.get(_KINDS_ATTRIBUTE, {})
+
+
+def set_vector(owner: torch.nn.Module, name: str, gamma: torch.Tensor) -> None:
+    """Give a vector that :func:`add_vector` made another value.
+
+    Args:
+        owner: The module that owns it.
+        name: Its base name.
+        gamma: [n] in any dtype; the stored parts are computed at least in float32.
+    """
+    kind = get_reparameterization(owner.__dict__[_KINDS_ATTRIBUTE][name])
+    parts = kind.decompose(gamma.to(torch.promote_types(gamma.dtype, torch.float32)))
+    with torch.no_grad():
+        for part in kind.parts:
+            getattr(owner, _part_name(name, part.suffix)).copy_(parts[part.suffix])
 
 
 def compose_vector(owner: torch.nn.Module, name: str) -> torch.Tensor:

@@ -14,14 +14,16 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
+from megatron_scalevec.checkpoint.guard import protect
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert.branches import branches_at, refuse_unknown_branches
 from megatron_scalevec.convert.experts import ExpertsSite
 from megatron_scalevec.convert.roles import parameter_roles, plan_roles
 from megatron_scalevec.convert.sites import LinearSite, NormSite, find_sites
+from megatron_scalevec.decisions import SHARED, norm_keeps_scale, plan_linear
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
-from megatron_scalevec.layers.linear import SHARED, leaf_class
+from megatron_scalevec.layers.linear import leaf_class
 from megatron_scalevec.layers.norm import NormHandle, head_norm, retire, scale_norm
 from megatron_scalevec.pending import released
 from megatron_scalevec.support import refuse_unsupported_experts
@@ -105,6 +107,7 @@ def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
     for param, role in roles:
         if param.requires_grad and role_of(param) is None:
             set_role(param, role)
+    protect(model)
     setattr(model, _APPLIED_ATTRIBUTE, config)
 
 
@@ -177,20 +180,16 @@ def _convert_norm_site(site: NormSite, config: ScaleVecConfig, model_config) -> 
 
 
 def _own_or_kept(norm, info: VectorInfo, role, config: ScaleVecConfig, model_config, tp_group=None):
-    """Keep a norm's own parameter as the scale vector where it is one as it stands.
-
-    It is not where the vector is stored in another form or dtype, where Megatron stores γ − 1 and decay
-    would pull γ toward one, or where its gradient needs a sum that Megatron does not make.
-    """
-    decays_off_centre = _zero_centered(model_config) and role == "input"
-    if config.plain and not decays_off_centre and tp_group is None:
+    """Keep a norm's own parameter as the scale vector, or move its scale into a vector of ours."""
+    zero_centered = _zero_centered(model_config)
+    if norm_keeps_scale(config, role=role, zero_centered=zero_centered, needs_sum=tp_group is not None):
         set_role(norm.weight, role, info)
         return
     scale_norm(
         norm,
         info,
         role,
-        zero_centered=_zero_centered(model_config),
+        zero_centered=zero_centered,
         dtype=_dtype(config),
         tp_group=tp_group,
     )
@@ -223,45 +222,39 @@ def _convert_experts_site(site: ExpertsSite, config: ScaleVecConfig, model_confi
 
 def _convert_linear_site(site: LinearSite, config: ScaleVecConfig, model_config) -> None:
     row_map = site.row_map()
-    on = [branch for branch in row_map.branches if branch not in config.branches_off]
+    plan = plan_linear(
+        config,
+        row_map.branches,
+        fed_by_norm=site.norm is not None,
+        zero_centered=_zero_centered(model_config),
+        has_heads=site.attention is not None,
+    )
     initial = torch.ones(site.channels)
-    in_branches: list[str] = []
-    if site.norm is None:
-        in_branches = on if config.has_input_scales else []
-    elif config.removes_norm_scale:
+    if plan.retires_norm:
         initial = _scale_of(site.norm, model_config)
         retire(site.norm, _zero_centered(model_config))
-        if config.has_input_scales:
-            in_branches = [SHARED] if config.branches == "shared" else on
-    else:
+    elif site.norm is not None:
         info = VectorInfo(site.name, SHARED, "in", site.layer, "norm", config.reparam)
-        if _zero_centered(model_config):
-            # Stored as γ − 1 it would decay toward one; on the linear it is γ itself.
-            initial = _scale_of(site.norm, model_config)
-            retire(site.norm, True)
-            in_branches = [SHARED]
-        else:
-            set_role(site.norm.weight, "input", info)
-    out_branches = on if config.has_output_scales else []
-    if config.placement == "dual-norm" and site.attention is not None:
-        normalized = [branch for branch in ("q", "k", "v") if branch in on]
-        _normalize_heads(site, normalized, config, model_config)
-        out_branches = [branch for branch in out_branches if branch not in normalized]
-    if in_branches or out_branches:
+        set_role(site.norm.weight, "input", info)
+    if plan.normalized:
+        _normalize_heads(site, plan.normalized, config, model_config)
+    if plan.has_vectors:
         leaf_class(site.linear).convert(
             site.linear,
             row_map,
             site=site.name,
             layer=site.layer,
-            in_branches=in_branches,
-            out_branches=out_branches,
+            in_branches=plan.in_branches,
+            out_branches=plan.out_branches,
             initial_gamma_in=initial,
             reparam=config.reparam,
             dtype=_dtype(config),
         )
+        if plan.retires_norm:
+            site.linear.scalevec_fed_by = site.norm
 
 
-def _normalize_heads(site: LinearSite, branches: list[str], config: ScaleVecConfig, model_config) -> None:
+def _normalize_heads(site: LinearSite, branches, config: ScaleVecConfig, model_config) -> None:
     """Dual-norm: a norm over each head's channels of q, k and v, with γ_out behind it, before RoPE."""
     attention = site.attention
     for branch in branches:

@@ -263,6 +263,19 @@ HOOKS: tuple[Hook, ...] = (
         checkpoint_hooks.base_checkpoint,
     ),
     Hook(
+        "checkpoint load",
+        "megatron.training.checkpointing:load_checkpoint",
+        _ALL,
+        checkpoint_hooks.load,
+        by_name=(("megatron.training.training", _ALL),),
+    ),
+    Hook(
+        "checkpoint save",
+        "megatron.core.dist_checkpointing:save",
+        _ALL,
+        checkpoint_hooks.save,
+    ),
+    Hook(
         "model",
         "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
         _ALL,

@@ -24,6 +24,7 @@ class Session:
         self.required: dict[str, str] = {}  # name to target; an active strategy is not built without them
         self.called: set[str] = set()
         self.restoring = False
+        self.loading: list[Any] = []  # model chunks, while a checkpoint is loaded into them
         # Nothing will run: the arguments are those of another machine, whose files are not looked for.
         self.describing = False
         self.cpu_changes: list[str] = []

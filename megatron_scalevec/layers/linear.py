@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from megatron_scalevec.decisions import SHARED
 from megatron_scalevec.fold import RowMap, fold_weight
 from megatron_scalevec.layers import common
 from megatron_scalevec.vectors import VectorInfo, add_vector, compose_vector, keep_dtype
@@ -23,9 +24,6 @@ __all__ = [
     "leaf_class",
     "unsharded_sizes",
 ]
-
-SHARED = "shared"
-"""Branch name of an input scale that all branches of a linear have in common."""
 
 
 def gamma_name(side: str, branch: str) -> str:

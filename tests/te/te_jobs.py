@@ -29,6 +29,13 @@ def compare_with_reference(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     )
 
 
+def round_trips(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As the job of that name, on TransformerEngine's layers."""
+    return jobs.round_trips(
+        folder, [{**case, "overrides": {**case.get("overrides", {}), "implementation": TE}} for case in cases]
+    )
+
+
 def _build(kind: str = "llama", dtype: torch.dtype = torch.float64, implementation: str = TE, **overrides):
     from ranks.models import build_gpt
 
