@@ -74,7 +74,7 @@ def test_another_strategy_stops_and_says_which(ranks, saved, flags, asked):
     assert "was trained with dp: branches split, placement dual" in message
     assert f"this run asks for {asked}" in message or asked in message
     assert "--scalevec-strategy dp --scalevec-weight-decay all, or --use-checkpoint-args" in message
-    assert ("make a stock checkpoint of it first (scalevec fold)" in message) == (asked == "stock")
+    assert ("make a stock checkpoint of it with scalevec fold" in message) == (asked == "stock")
 
 
 def test_another_spec_beside_checkpoint_arguments_stops(ranks, saved):
