@@ -131,10 +131,10 @@ def read_arguments(
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from megatron_scalevec import cpu
-
-    cpu.install()
     from megatron_scalevec.integration import hooks
 
+    hooks.claim()
+    cpu.install()
     session = hooks.install(words, cpu=True)
     session.describing = own.scalevec_cpu != "on"
     sys.argv = ["scalevec-explain", *words]
