@@ -15,6 +15,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from megatron_scalevec.cost import Schedule, microbatches_in_flight
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.integration.arguments import parse_own
 from megatron_scalevec.versions import require_megatron_training, require_supported_megatron
@@ -55,6 +56,30 @@ class DryRun:
         from megatron.core import parallel_state
 
         return torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+
+    def copy_of_the_model(self) -> list[int]:
+        """All ranks of the model-parallel group that the present rank is in."""
+        import torch
+        from megatron.core import parallel_state
+
+        return torch.distributed.get_process_group_ranks(parallel_state.get_model_parallel_group())
+
+    def schedule(self, stage: int) -> Schedule:
+        """What the cost formulas need to know of the run."""
+        args = self.args
+        microbatches = max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+        stages = args.pipeline_model_parallel_size
+        chunks = args.virtual_pipeline_model_parallel_size or 1
+        sharded = getattr(args, "use_distributed_optimizer", False)
+        half = args.bf16 or args.fp16
+        return Schedule(
+            microbatches=microbatches,
+            in_flight=microbatches_in_flight(microbatches, stage, stages, chunks),
+            state_shards=args.data_parallel_size * args.context_parallel_size if sharded else 1,
+            gradient_bytes=2 if half and not args.accumulate_allreduce_grads_in_fp32 else 4,
+            master_weights=half,
+            full_recompute=args.recompute_granularity == "full",
+        )
 
     def build(self) -> list[Any]:
         """The present rank's model chunks, on the meta device."""
