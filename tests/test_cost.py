@@ -1,8 +1,11 @@
 """The cost formulas, against numbers derived by hand."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron_scalevec.cost import Holding, Schedule, cost, microbatches_in_flight
+from megatron_scalevec.explain.display import in_bytes
 
 # One layer of hidden size 4096, q/k/v of 6144 rows and gate/up of 28672, in bf16; unified's input scales on
 # five branches (20,480 elements), two retired norm scales.
@@ -72,3 +75,34 @@ def test_unknown_mode():
 )
 def test_microbatches_in_flight(microbatches, stage, stages, chunks, expected):
     assert microbatches_in_flight(microbatches, stage, stages, chunks) == expected
+
+
+# Layers, hidden size, rows of q/k/v, width of the MLP; tensor- and pipeline-parallel sizes and chunks;
+# microbatches per step, ranks that share the optimizer's state. As in examples/megatron.
+RECIPES = {
+    "paper 1B, 8 ranks, 8": (22, 1792, 3 * 1792, 4778, 1, 1, 1, 8, 8),
+    "Llama-3 8B, TP2, 8 ranks, 128": (32, 4096, 6144, 14336, 2, 1, 1, 128, 4),
+    "Llama-3 70B, TP8 PP4 CP2, 128 ranks, 512": (80, 8192, 10240, 28672, 8, 4, 4, 512, 4),
+}
+
+
+def test_the_table_of_the_documentation():
+    """First stage, unified, bf16, distributed optimizer."""
+    text = (Path(__file__).resolve().parent.parent / "docs/running-at-scale.md").read_text(encoding="utf-8")
+    rows = text.split("<!-- cost-table -->")[1].split("\n\n")[0].strip().splitlines()[2:]
+    expected = []
+    for name, (layers, hidden, qkv, ffn, tensor, stages, chunks, microbatches, shards) in RECIPES.items():
+        here = layers // stages
+        added = here * (5 * (hidden + 1) + 2 * (ffn + 1) + 3 * (128 + 1))
+        linears = here * (qkv + 2 * ffn) // tensor
+        holding = Holding(linears * hidden, linears, 2, added, 2, here * 2 * hidden)
+        schedule = Schedule(
+            microbatches, microbatches_in_flight(microbatches, 0, stages, chunks), state_shards=shards
+        )
+        for mode, label in (("autograd", "`autograd`"), ("optimizer", "in the optimizer")):
+            found = cost(holding, schedule, mode)
+            sizes = map(in_bytes, (found.fold_per_step, found.split_per_step, found.memory))
+            fold, split, memory = sizes
+            time = f"{1000 * found.seconds:.2f} ms"
+            expected.append(f"| {name} | {label} | {fold} | {split} | {time} | {memory} |")
+    assert rows == expected
