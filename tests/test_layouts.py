@@ -60,7 +60,7 @@ def test_dense_models_are_tiled(ranks, model, stages, layers, more_ranks):
         "sharded_state_at_scale",
         timeout=480,
         arguments=[*model, *_TRAINING],
-        world_size=1024,
+        of=1024,
         more_ranks=more_ranks,
     )
     shards = found["shards"]

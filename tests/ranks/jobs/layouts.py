@@ -7,12 +7,12 @@ from typing import Any
 __all__ = ["sharded_state_at_scale"]
 
 
-def sharded_state_at_scale(arguments: list[str], world_size: int, more_ranks: list[int]) -> dict[str, Any]:
+def sharded_state_at_scale(arguments: list[str], of: int, more_ranks: list[int]) -> dict[str, Any]:
     """Build every rank of one copy of a model, and some ranks of other copies, and look at their checkpoints.
 
     Args:
         arguments: Megatron's.
-        world_size: Number of ranks.
+        of: Number of ranks.
         more_ranks: Data- or context-parallel replicas to look at as well.
 
     Returns:
@@ -33,7 +33,7 @@ def sharded_state_at_scale(arguments: list[str], world_size: int, more_ranks: li
     groups: set[tuple] = set()
     vectors: set[str] = set()
     with quietly():
-        run = read_arguments(arguments, 0, world_size)
+        run = read_arguments(arguments, 0, of)
         run.enter(0)
         for rank in [*run.copy_of_the_model(), *more_ranks]:
             run.enter(rank)
