@@ -22,11 +22,10 @@ from megatron_scalevec.audit import (
     unsharded_numel,
 )
 from megatron_scalevec.audit.groups import ELEMENTWISE, GroupOfParameter
-from megatron_scalevec.audit import Audit, Share, audit_of_records, is_copy, rank_record, unsharded_numel
 from megatron_scalevec.cost import Cost, Holding, cost
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.explain.dry_run import DryRun
-from megatron_scalevec.layers.linear import FoldedLinear
+from megatron_scalevec.layers.common import Folded
 from megatron_scalevec.vectors import was_added
 
 __all__ = ["Explanation", "Parameters", "Stage", "Tensors", "look_at"]
@@ -142,7 +141,7 @@ def look_at(run: DryRun, *, every_rank: bool = False, bytes_per_second: float = 
         records.append((place, record))
         total += _count(chunks, whole=True)
         rows.update(_rows(chunks, groups))
-        stages[place] = _stage(run, rank, place, chunks, bytes_per_second)
+        stages[place] = _stage(run, rank, chunks, record, bytes_per_second)
         if rank == run.rank:
             own = {"chunks": chunks, "record": record, "place": _place(chunks)}
     for rank in others:
@@ -173,9 +172,11 @@ def look_at(run: DryRun, *, every_rank: bool = False, bytes_per_second: float = 
     )
 
 
-def _stage(run: DryRun, rank: int, place: int, chunks: list[Any], bytes_per_second: float) -> Stage:
+def _stage(
+    run: DryRun, rank: int, chunks: list[Any], record: dict[str, Any] | None, bytes_per_second: float
+) -> Stage:
     holding = _holding(chunks)
-    schedule = run.schedule(place)
+    schedule = run.schedule()
     costs = {}
     if holding.weights and bytes_per_second:
         costs = {mode: cost(holding, schedule, mode, bytes_per_second) for mode in ("autograd", "optimizer")}
@@ -183,7 +184,7 @@ def _stage(run: DryRun, rank: int, place: int, chunks: list[Any], bytes_per_seco
         rank=rank,
         layers=_layers(chunks),
         parameters=_count(chunks, whole=False),
-        linears=sum(isinstance(module, FoldedLinear) for chunk in chunks for module in chunk.modules()),
+        linears=record["linears"] if record is not None else 0,
         in_flight=schedule.in_flight,
         costs=costs,
     )
@@ -205,11 +206,10 @@ def _holding(chunks: Iterable[Any]) -> Holding:
     weights = rows = weight_bytes = vectors = vector_bytes = retired = 0
     for chunk in chunks:
         for module in chunk.modules():
-            if isinstance(module, FoldedLinear):
-                folded = [param for param in module.parameters(recurse=False) if param.dim() > 1]
-                weights += sum(param.numel() for param in folded)
-                rows += module.scalevec_branch_of_row.numel()
-                weight_bytes = max(param.element_size() for param in folded)
+            for weight in module.scaled_weights() if isinstance(module, Folded) else ():
+                weights += weight.numel()
+                rows += weight.shape[0]
+                weight_bytes = max(weight_bytes, weight.element_size())
         for name, param in chunk.named_parameters():
             if was_added(param) and param.requires_grad:
                 vectors += param.numel()

@@ -64,9 +64,12 @@ class DryRun:
 
         return torch.distributed.get_process_group_ranks(parallel_state.get_model_parallel_group())
 
-    def schedule(self, stage: int) -> Schedule:
-        """What the cost formulas need to know of the run."""
+    def schedule(self) -> Schedule:
+        """What the cost formulas need to know of the run, as it is for the present rank."""
+        from megatron.core import parallel_state
+
         args = self.args
+        stage = parallel_state.get_pipeline_model_parallel_rank()
         microbatches = max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
         stages = args.pipeline_model_parallel_size
         chunks = args.virtual_pipeline_model_parallel_size or 1

@@ -10,4 +10,5 @@ from ranks.jobs.killing import *  # noqa: F403
 from ranks.jobs.optimizers import *  # noqa: F403
 from ranks.jobs.storing import *  # noqa: F403
 from ranks.jobs.layouts import *  # noqa: F403
+from ranks.jobs.optimizers import *  # noqa: F403
 from ranks.jobs.training import *  # noqa: F403
