@@ -141,7 +141,7 @@ def look_at(run: DryRun, *, every_rank: bool = False, bytes_per_second: float = 
         records.append((place, record))
         total += _count(chunks, whole=True)
         rows.update(_rows(chunks, groups))
-        stages[place] = _stage(run, rank, chunks, record, bytes_per_second)
+        stages[place] = _stage(run, rank, chunks, bytes_per_second)
         if rank == run.rank:
             own = {"chunks": chunks, "record": record, "place": _place(chunks)}
     for rank in others:
@@ -172,9 +172,7 @@ def look_at(run: DryRun, *, every_rank: bool = False, bytes_per_second: float = 
     )
 
 
-def _stage(
-    run: DryRun, rank: int, chunks: list[Any], record: dict[str, Any] | None, bytes_per_second: float
-) -> Stage:
+def _stage(run: DryRun, rank: int, chunks: list[Any], bytes_per_second: float) -> Stage:
     holding = _holding(chunks)
     schedule = run.schedule()
     costs = {}
@@ -184,7 +182,12 @@ def _stage(
         rank=rank,
         layers=_layers(chunks),
         parameters=_count(chunks, whole=False),
-        linears=record["linears"] if record is not None else 0,
+        linears=sum(
+            len(module.scaled_weights())
+            for chunk in chunks
+            for module in chunk.modules()
+            if isinstance(module, Folded)
+        ),
         in_flight=schedule.in_flight,
         costs=costs,
     )
