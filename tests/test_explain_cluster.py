@@ -105,7 +105,7 @@ def test_a_refused_side_is_shown(ranks):
 def test_bad_options_are_sentences(ranks):
     for arguments, message in (
         (["--memory-bandwidth", "0", "--"], "0 is not a positive number"),
-        (["--diff", "hg", "--", "x"], "expected 2 arguments"),
+        (["--diff", "hg", "--", "x"], "--diff takes two strategies, or two sets of arguments"),
         ([], "name a launch script, or put the arguments of the run behind --"),
     ):
         assert message in command(ranks, *arguments)["error"]

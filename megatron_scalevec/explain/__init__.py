@@ -28,7 +28,9 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = list(argv)
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    options = _parser().parse_args(arguments[:split])
+    own, sides = _sides(arguments[:split])
+    options = _parser().parse_args(own)
+    options.diff = sides
     if options.support:
         from megatron_scalevec.explain.display import support_as_json, support_table
 
@@ -137,6 +139,19 @@ def _compare(launch: Launch, options: argparse.Namespace) -> int:
         rows = [(name, shown(a), shown(b)) for name, (a, b) in found.items()]
         print(comparison_table(rows, tuple(options.diff)))
     return USAGE_EXIT_CODE if "refused" in found else 0
+
+
+def _sides(words: list[str]) -> tuple[list[str], list[str] | None]:
+    """Take ``--diff A B`` out of the words: argparse would take a flag in the place of A for its own."""
+    if "--diff" not in words:
+        return words, None
+    place = words.index("--diff")
+    sides = words[place + 1 : place + 3]
+    if len(sides) < 2:
+        raise ScaleVecError(
+            "scalevec explain: --diff takes two strategies, or two sets of arguments, each in quotes."
+        )
+    return words[:place] + words[place + 3 :], sides
 
 
 class _Parser(argparse.ArgumentParser):
