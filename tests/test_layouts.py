@@ -19,6 +19,12 @@ DENSE_405B = """--num-layers 128 --hidden-size 16384 --num-attention-heads 128 -
     --pipeline-model-parallel-size 16""".split()
 
 
+MIXTRAL_8X22B = """--num-layers 56 --hidden-size 6144 --num-attention-heads 48 --ffn-hidden-size 16384
+    --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type none
+    --moe-token-dispatcher-type alltoall --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4
+    --expert-model-parallel-size 8 --expert-tensor-parallel-size 1""".split()
+
+
 def problems(shards: list[tuple]) -> list[str]:
     """Where shards do not tile their tensors: (key, global shape, offset, shape, replica id) each."""
     found = []
@@ -72,9 +78,10 @@ def test_dense_models_are_tiled(ranks, model, stages, layers, more_ranks):
         hidden + 2 * 8 * 128,
         hidden,
     )
-    # Reparameterized: five input scales, two output scales and three head norms per layer, two parts each.
+    # Reparameterized: five input scales, two output scales and three head norms per layer, two parts each; the
+    # norms keep a frozen weight beside them.
     per_layer = [key for key in found["vectors"] if key.startswith("decoder.layers.")]
-    assert len(per_layer) == 2 * (5 + 2 + 3)
+    assert len(per_layer) == 2 * (5 + 2 + 3) + 3
     assert all(whole[key][0] == layers for key in per_layer)
     assert whole["decoder.layers.self_attention.linear_qkv.gamma_in_q_alpha"] == (layers, hidden)
     # A rank that stays away is missed, and so is one that holds what another holds.
@@ -82,6 +89,27 @@ def test_dense_models_are_tiled(ranks, model, stages, layers, more_ranks):
     assert any("same replica" in sentence for sentence in problems([*shards, shards[-1]]))
     identities = [identity for _, identity in found["groups"]]
     assert len(identities) == len(set(identities)) == 2
+
+
+@pytest.mark.needs_training
+def test_experts_are_tiled(ranks):
+    """All 64 ranks; each holds one expert of a layer, and tensor-parallel neighbours hold different ones."""
+    [found] = ranks.run(
+        "sharded_state_at_scale",
+        timeout=480,
+        arguments=[*_TRAINING, *MIXTRAL_8X22B],
+        of=64,
+        more_ranks=[rank for rank in range(64) if rank % 16 >= 2],
+    )
+    assert problems(found["shards"]) == []
+    whole = {key: shape for key, shape, *_ in found["shards"]}
+    vectors = [key for key in found["vectors"] if ".experts." in key]
+    assert vectors and all(whole[key][:2] == (56, 8) for key in vectors)
+    assert sorted(shape[-1] for key, shape in whole.items() if key in vectors).count(6144) == 2
+    # An expert that nobody brings is missed.
+    assert problems([one for one in found["shards"] if ".experts." not in one[0] or one[2][1] != 5])
+    identities = [identity for _, identity in found["groups"]]
+    assert len(identities) == len(set(identities))
 
 
 def test_what_counts_as_a_problem():
