@@ -74,7 +74,8 @@ def llama(layers, hidden, ffn, kv, vocabulary):
     ("name", "arguments", "stock", "layers", "hidden", "rows"),
     [
         ("llama3-8b.sh", [], 8_030_261_248, 32, 4096, 2 * 14336),
-        ("llama3-70b.sh", [], 70_553_706_496, 80, 8192, 2 * 28672),
+        # Eight tensor-parallel ranks: the vocabulary is padded to a multiple of 1,024.
+        ("llama3-70b.sh", [], 70_566_289_408, 80, 8192, 2 * 28672),
         ("paper.sh", ["1b"], 1_028_065_024, 22, 1792, 2 * 4778),
     ],
 )
@@ -98,6 +99,7 @@ def test_counts(ranks, name, arguments, stock, layers, hidden, rows):
 def test_hand_counts_are_the_published_ones():
     assert llama(32, 4096, 14336, 1024, 128256) == 8_030_261_248
     assert llama(80, 8192, 28672, 1024, 128256) == 70_553_706_496
+    assert llama(80, 8192, 28672, 1024, 129024) == 70_566_289_408
     assert llama(22, 1792, 4778, 1792, 50304) == 1_028_065_024
 
 
@@ -111,11 +113,11 @@ def test_a_shrunken_run(ranks, name, settings):
     """The same flags with small sizes: it trains, and explain says what its audit says."""
     found = recipe(name, CPU_SMOKE="1", **settings)
     argv = list(found.arguments)
-    result = ranks.run("train", found.world_size, argv=argv)[0]
-    assert len(result["losses"]) == 3
+    results = ranks.run("train", found.world_size, argv=argv)
+    assert max(len(result["losses"]) for result in results) == 3
     [seen] = ranks.run("explain_line", arguments=argv, of=found.world_size)
     assert seen["error"] is None
-    assert seen["whole_model"] == result["audit"]
+    assert seen["whole_model"] == results[0]["audit"]
 
 
 @pytest.mark.needs_training

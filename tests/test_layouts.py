@@ -93,7 +93,7 @@ def test_dense_models_are_tiled(ranks, model, stages, layers, more_ranks):
 
 @pytest.mark.needs_training
 def test_experts_are_tiled(ranks):
-    """All 64 ranks; each holds one expert of a layer, and tensor-parallel neighbours hold different ones."""
+    """All 64 ranks; each holds one expert of a layer, tensor-parallel neighbours different ones."""
     [found] = ranks.run(
         "sharded_state_at_scale",
         timeout=480,

@@ -91,7 +91,11 @@ class DryRun:
         chunks = self.args.virtual_pipeline_model_parallel_size
         with torch.device("meta"):
             make = self._builder()
-            return [make(stage) for stage in (range(chunks) if chunks else [None])]
+            built = [make(stage) for stage in (range(chunks) if chunks else [None])]
+        # As Megatron's Float16Module does before there is an optimizer; norms are built in float32.
+        if self.args.bf16 or self.args.fp16:
+            built = [chunk.bfloat16() if self.args.bf16 else chunk.half() for chunk in built]
+        return built
 
     def _builder(self) -> Callable[[int | None], Any]:
         from megatron.core import parallel_state
