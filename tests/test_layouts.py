@@ -78,8 +78,8 @@ def test_dense_models_are_tiled(ranks, model, stages, layers, more_ranks):
         hidden + 2 * 8 * 128,
         hidden,
     )
-    # Reparameterized: five input scales, two output scales and three head norms per layer, two parts each; the
-    # norms keep a frozen weight beside them.
+    # Reparameterized: five input scales, two output scales and three head norms per layer, two parts each;
+    # the norms keep a frozen weight beside them.
     per_layer = [key for key in found["vectors"] if key.startswith("decoder.layers.")]
     assert len(per_layer) == 2 * (5 + 2 + 3) + 3
     assert all(whole[key][0] == layers for key in per_layer)
