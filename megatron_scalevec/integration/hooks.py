@@ -31,6 +31,8 @@ __all__ = [
     "Hook",
     "Session",
     "adopt",
+    "claim",
+    "claimed",
     "install",
     "installed",
     "require_applied",
@@ -61,6 +63,19 @@ class Hook:
 
 _patches = PatchSet()
 _session: Session | None = None
+_claimed = False
+
+
+def claim() -> None:
+    """Say that this process puts the hooks in place itself, before the first import of Megatron's loop: a
+    patched Megatron would do it in the middle of that import, with the command line as it finds it."""
+    global _claimed
+    _claimed = True
+
+
+def claimed() -> bool:
+    """Whether the hooks are in place, or somebody has said that they will be."""
+    return _claimed or installed()
 
 
 def installed() -> bool:
@@ -89,6 +104,7 @@ def install(argv: list[str] | None = None, *, cpu: bool = False) -> Session:
     global _session
     if _session is not None:
         return _session
+    claim()
     argv = sys.argv[1:] if argv is None else argv
     command_line = parse_own(argv)
     later = strategy_comes_later(argv) and command_line.scalevec_strategy is None
@@ -151,9 +167,10 @@ def adopt(config: ScaleVecConfig | None, *, name: str | None = None, model_is_bu
 
 def uninstall() -> None:
     """Take every hook out again."""
-    global _session
+    global _claimed, _session
     _patches.undo()
     _session = None
+    _claimed = False
 
 
 def require_applied(current: Session, name: str) -> None:
