@@ -1,8 +1,8 @@
 """Where NeMo's model and optimizer meet: the weight decay of a strategy, and the audit.
 
 NeMo hands ``optim.no_weight_decay_cond`` to megatron-core's ``get_megatron_optimizer``, which it looks up
-when it needs it. The hook here gives a model with scale vectors its strategy's condition, and leaves every other
-model alone.
+when it needs it. The hook here gives a model with scale vectors its strategy's condition, and leaves every
+other model alone.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _get_megatron_optimizer(original):
             if _policy_of(no_weight_decay_cond) is not None:
                 raise ScaleVecError(
                     "optim.no_weight_decay_cond asks for the weight decay of scale vectors, and the model "
-                    "has none: set model.config.transformer_layer_spec to megatron_scalevec.nemo.unified, for "
-                    "example, or drop it."
+                    "has none: set model.config.transformer_layer_spec to megatron_scalevec.nemo.unified, "
+                    "for example, or drop it."
                 )
             return original(config, model_chunks, no_weight_decay_cond, *args, **kwargs)
         _refuse(config, asked, no_weight_decay_cond)
