@@ -96,6 +96,8 @@ class LayerSpec:
         self.strategy = strategy
         self.base = base
         self.config = settings.read(strategy)
+        self.after_weights = False
+        """Whether the model is converted later, when Hugging Face weights have been loaded into it."""
         hooks.install()
 
     def __call__(self, config: Any, vp_stage: int | None = None) -> Any:
@@ -106,7 +108,7 @@ class LayerSpec:
         if not isinstance(base, ModuleSpec) and callable(base):
             takes_stage = "vp_stage" in inspect.signature(base).parameters
             base = base(config, vp_stage=vp_stage) if takes_stage else base(config)
-        return scalevec_layer_spec(base, self.config)
+        return base if self.after_weights else scalevec_layer_spec(base, self.config)
 
     def to_cfg_dict(self) -> dict[str, Any]:
         """Bridge's form of this object in ``run_config.yaml``."""

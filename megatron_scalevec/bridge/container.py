@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -102,4 +103,18 @@ def give_spec(container: Any, setting: Any) -> None:
             "of a group of two dtypes; drop it."
         )
     if not isinstance(spec, LayerSpec):
-        model.transformer_layer_spec = LayerSpec(settings.write(config), spec)
+        spec = model.transformer_layer_spec = LayerSpec(settings.write(config), spec)
+    if getattr(model, "_pre_wrap_hooks", None) and not spec.after_weights:
+        # They load Hugging Face weights by name, so the vectors come after them and start at the norms'
+        # trained scales.
+        spec.after_weights = True
+        model.register_pre_wrap_hook(functools.partial(_convert, config=config))
+
+
+def _convert(chunks: list[Any], config: ScaleVecConfig) -> list[Any]:
+    from megatron_scalevec.audit.chunks import unwrap
+    from megatron_scalevec.convert import apply_scale_vectors
+
+    for chunk in chunks:
+        apply_scale_vectors(unwrap(chunk), config)
+    return chunks

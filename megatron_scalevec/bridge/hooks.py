@@ -19,6 +19,7 @@ from megatron_scalevec.patching import PatchSet, resolve
 __all__ = ["install", "overrides", "uninstall"]
 
 _patches = PatchSet()
+_CONVERSION = "megatron.bridge.models.conversion.model_bridge"
 
 
 def install() -> None:
@@ -33,6 +34,8 @@ def install() -> None:
         ("megatron.bridge.training.config:ConfigContainer.validate", _validate),
         ("megatron.bridge.training.setup:setup_optimizer", _setup_optimizer),
         ("megatron.bridge.training.checkpointing:_load_base_checkpoint", _load_base_checkpoint),
+        (f"{_CONVERSION}:MegatronModelBridge.stream_weights_megatron_to_hf", _stock_only("exports")),
+        (f"{_CONVERSION}:MegatronModelBridge.load_weights_hf_to_megatron", _stock_only("loads")),
     ):
         owner, attribute = resolve(target)
         _patches.wrap(owner, attribute, make)
@@ -149,3 +152,34 @@ def _require_same(container: Any, folder: str) -> None:
             f"{config.describe()}: give optimizer_config_override_provider.build_config_overrides the "
             "checkpoint's strategy, or start without checkpoint.load."
         )
+
+
+_BY_NAME = {
+    "exports": "use megatron_scalevec.bridge.export.export_ckpt (or fold_in_place on the model first), which "
+    "puts the vectors into the weights",
+    "loads": "start from AutoBridge's to_megatron_provider(load_weights=True), whose weights are loaded "
+    "before the vectors are built",
+}
+
+
+def _stock_only(what: str):
+    """Bridge converts weights by their names, which mean something else in a model with scale vectors."""
+
+    def make(original):
+        @functools.wraps(original)
+        def convert(self, *args, **kwargs):
+            from megatron_scalevec.convert import applied_config
+
+            models = [item for value in (*args, *kwargs.values()) for item in _chunks(value)]
+            for model in models:
+                built = applied_config(model) if isinstance(model, torch.nn.Module) else None
+                if built is not None:
+                    raise ScaleVecError(
+                        f"AutoBridge {what} Hugging Face weights by their names, and this model carries "
+                        f"{built.describe()}: {_BY_NAME[what]}."
+                    )
+            return original(self, *args, **kwargs)
+
+        return convert
+
+    return make
