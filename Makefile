@@ -75,7 +75,7 @@ test-bridge: venv-bridge ## Megatron-Bridge: recipes, YAML files, checkpoints, H
 
 .PHONY: test-nemo
 test-nemo: venv-nemo ## nemo-toolkit: recipes and YAML files
-	.venv-nemo/bin/python -m pytest tests/nemo $(TEST_ARGS)
+	.venv-nemo/bin/python -m pytest tests/nemo_toolkit $(TEST_ARGS)
 
 .PHONY: lint
 lint: venv ## ruff's checks and its formatting
