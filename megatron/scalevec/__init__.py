@@ -4,6 +4,10 @@ Bridge builds objects from YAML only if their dotted name begins with one of a f
 among them, and writes the module in which a class is defined into a checkpoint's ``run_config.yaml``. So
 these two classes are defined here, in a portion of the namespace package ``megatron`` that comes with
 ``megatron_scalevec``; all else is in :mod:`megatron_scalevec.bridge`.
+
+Importing this module puts the hooks of :mod:`megatron_scalevec.bridge.hooks` in place: where Bridge reads a
+checkpoint's ``run_config.yaml`` it imports what that names, and a run that resumes such a checkpoint
+without the setting is then told so.
 """
 
 from __future__ import annotations
@@ -53,7 +57,6 @@ class Setting(OptimizerConfigOverrideProvider):
             self.config = settings.read(build_config_overrides)
         except ScaleVecError as error:
             self.problem = error
-        hooks.install()
 
     def require_config(self):
         """The :class:`~megatron_scalevec.ScaleVecConfig` that was asked for.
@@ -98,7 +101,6 @@ class LayerSpec:
         self.config = settings.read(strategy)
         self.after_weights = False
         """Whether the model is converted later, when Hugging Face weights have been loaded into it."""
-        hooks.install()
 
     def __call__(self, config: Any, vp_stage: int | None = None) -> Any:
         """The spec of a model's layers, marked for conversion at the end of the model's construction."""
@@ -119,3 +121,6 @@ class LayerSpec:
             "strategy": self.strategy,
             "base": ConfigContainer._convert_value_to_dict(self.base),
         }
+
+
+hooks.install()

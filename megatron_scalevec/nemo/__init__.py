@@ -133,9 +133,9 @@ def no_weight_decay(policy: str = "split") -> Any:
     import nemo_run
 
     from megatron_scalevec.config import WEIGHT_DECAYS, choose
-    from megatron_scalevec.nemo.optimizer import does_not_decay
+    from megatron_scalevec.nemo.optimizer import DoesNotDecay
 
-    return nemo_run.Partial(does_not_decay, policy=choose("weight decay", policy, WEIGHT_DECAYS))
+    return nemo_run.Config(DoesNotDecay, policy=choose("weight decay", policy, WEIGHT_DECAYS))
 
 
 def _factory(strategy: str) -> Callable[[], Any]:

@@ -12,18 +12,36 @@ from typing import Any
 
 import torch
 
+from megatron_scalevec.config import WEIGHT_DECAYS, choose
 from megatron_scalevec.decay import no_weight_decay_cond
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.patching import PatchSet
 
-__all__ = ["does_not_decay", "install", "uninstall"]
+__all__ = ["DoesNotDecay", "install", "uninstall"]
 
 _patches = PatchSet()
 
 
-def does_not_decay(name: str, param: torch.nn.Parameter, policy: str = "split") -> bool:
-    """Whether a parameter is left out of weight decay; ``policy`` as ``ScaleVecConfig.weight_decay``."""
-    return no_weight_decay_cond(policy)(name, param)
+class DoesNotDecay:
+    """Says which parameters are left out of weight decay; an ``optim.no_weight_decay_cond``.
+
+    Args:
+        policy: A key of :data:`megatron_scalevec.config.WEIGHT_DECAYS`.
+
+    Raises:
+        ScaleVecError: There is no such policy.
+    """
+
+    def __init__(self, policy: str = "split") -> None:
+        self.policy = choose("weight decay", policy, WEIGHT_DECAYS)
+        # A model without vectors, which this would not fit, is noticed by the hook.
+        install()
+
+    def __call__(self, name: str, param: torch.nn.Parameter) -> bool:
+        return no_weight_decay_cond(self.policy)(name, param)
+
+    def __repr__(self) -> str:
+        return f"megatron_scalevec.nemo.no_weight_decay(policy={self.policy!r})"
 
 
 def install() -> None:
@@ -39,15 +57,6 @@ def uninstall() -> None:
     _patches.undo()
 
 
-def _policy_of(condition: Any) -> str | None:
-    """The policy of a condition of ours, None for another one."""
-    if condition is does_not_decay:
-        return "split"
-    if isinstance(condition, functools.partial) and condition.func is does_not_decay:
-        return condition.keywords.get("policy", "split")
-    return None
-
-
 def _get_megatron_optimizer(original):
     @functools.wraps(original)
     def get_megatron_optimizer(config, model_chunks, no_weight_decay_cond=None, *args, **kwargs):
@@ -56,7 +65,7 @@ def _get_megatron_optimizer(original):
 
         asked = applied_config(model_chunks[0])
         if asked is None:
-            if _policy_of(no_weight_decay_cond) is not None:
+            if isinstance(no_weight_decay_cond, DoesNotDecay):
                 raise ScaleVecError(
                     "optim.no_weight_decay_cond asks for the weight decay of scale vectors, and the model "
                     "has none: set model.config.transformer_layer_spec to megatron_scalevec.nemo.unified, "
@@ -64,7 +73,7 @@ def _get_megatron_optimizer(original):
                 )
             return original(config, model_chunks, no_weight_decay_cond, *args, **kwargs)
         _refuse(config, asked, no_weight_decay_cond)
-        condition = functools.partial(does_not_decay, policy=asked.weight_decay)
+        condition = DoesNotDecay(asked.weight_decay)
         optimizer = original(config, model_chunks, condition, *args, **kwargs)
         found = audit(model_chunks, optimizer, config=asked)
         if torch.distributed.get_rank() == 0:
@@ -79,7 +88,7 @@ def _refuse(optimizer_config: Any, asked: Any, condition: Any) -> None:
     from megatron_scalevec.versions import megatron_version
 
     refuse_unsupported(optimizer_config, asked, megatron_version())
-    if condition is not None and _policy_of(condition) != asked.weight_decay:
+    if condition is not None and getattr(condition, "policy", None) != asked.weight_decay:
         raise ScaleVecError(
             f"the model's strategy asks for weight decay {asked.weight_decay!r}, and "
             f"optim.no_weight_decay_cond is {condition!r}: drop it, the strategy brings its own."

@@ -38,7 +38,7 @@ def runs(bridge_ranks, folder):
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_yaml_alone_brings_the_strategy(runs, kind):
     run = runs[kind, "unified"]
-    assert run["error"] is None and run["step"] == 20
+    assert run["error"] is None and len(run["losses"]) == 20
     assert run["losses"][-1] < run["losses"][0]
     audit = json.loads(run["audit"])
     assert (audit["strategy"], audit["linears_converted"]) == ("unified", 4)

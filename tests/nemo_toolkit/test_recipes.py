@@ -39,7 +39,6 @@ def test_stock_stays_stock(nemo_ranks, tmp_path):
 
 
 def test_the_decay_without_the_model_is_refused(nemo_ranks, tmp_path):
-    # Another model of the process has put the hook in place, as in a notebook.
     yaml = "optim.no_weight_decay_cond: megatron_scalevec.nemo.no_weight_decay\n"
     [run] = nemo_ranks.run("train", factory="llama32_1b", yaml=yaml, folder=str(tmp_path))
     assert run["error"][0] == "ScaleVecError" and "the model has none" in run["error"][1]
