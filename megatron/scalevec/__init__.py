@@ -19,6 +19,7 @@ from megatron.bridge.training.config import OptimizerConfigOverrideProvider
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_scalevec.bridge import hooks, settings
+from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 
 __all__ = ["LayerSpec", "Setting"]
@@ -58,7 +59,7 @@ class Setting(OptimizerConfigOverrideProvider):
         except ScaleVecError as error:
             self.problem = error
 
-    def require_config(self):
+    def require_config(self) -> ScaleVecConfig:
         """The :class:`~megatron_scalevec.ScaleVecConfig` that was asked for.
 
         Raises:
@@ -98,9 +99,15 @@ class LayerSpec:
     def __init__(self, strategy: Any, base: Any) -> None:
         self.strategy = strategy
         self.base = base
-        self.config = settings.read(strategy)
+        settings.read(strategy)
         self.after_weights = False
         """Whether the model is converted later, when Hugging Face weights have been loaded into it."""
+
+    @property
+    def config(self) -> ScaleVecConfig:
+        """What ``strategy`` stands for. Not kept: Bridge copies a model configuration's objects attribute by
+        attribute, which a frozen one does not take."""
+        return settings.read(self.strategy)
 
     def __call__(self, config: Any, vp_stage: int | None = None) -> Any:
         """The spec of a model's layers, marked for conversion at the end of the model's construction."""

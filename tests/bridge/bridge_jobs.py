@@ -6,20 +6,34 @@ from pathlib import Path
 from typing import Any
 
 import placeholders
+from conversion_jobs import from_hugging_face, recipe_of_example, to_hugging_face, two_models
 
-__all__ = ["pretrain"]
+__all__ = [
+    "from_hugging_face",
+    "pretrain",
+    "pretrain_with_megatron",
+    "recipe_of_example",
+    "to_hugging_face",
+    "two_models",
+]
 
 
 def prepare() -> None:
     """Import Bridge once for all ranks."""
     placeholders.install()
+    from megatron_scalevec import cpu
+
+    # First: Bridge imports some of what CPU mode changes by name.
+    cpu.install()
     import megatron.bridge.recipes
     import megatron.bridge.training.gpt_step
     import megatron.bridge.training.pretrain  # noqa: F401
 
 
-def _record(losses: list, norms: list, end: dict[str, Any]):
+def _record(losses: list, norms: list, end: dict[str, Any], by_name: bool):
     from megatron.bridge.training.callbacks import Callback
+    from megatron.core.utils import unwrap_model
+    from ranks.initial import fill_by_name
 
     class Record(Callback):
         def on_train_step_end(self, context):
@@ -29,6 +43,8 @@ def _record(losses: list, norms: list, end: dict[str, Any]):
             end["step"] = context.state.train_state.step
 
         def on_train_start(self, context):
+            for chunk in unwrap_model(context.model) if by_name else ():
+                fill_by_name(chunk, 0, 1)
             end["model"] = context.model
             end["optimizer"] = context.optimizer
 
@@ -45,6 +61,7 @@ def pretrain(
     model: dict[str, Any] | None = None,
     apply: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
+    by_name: bool = False,
 ) -> dict[str, Any]:
     """Train a small model with Bridge's own loop.
 
@@ -57,6 +74,7 @@ def pretrain(
         load: A folder to resume from.
         model, checkpoint: Fields to set before the merge.
         apply: A ``ScaleVecConfig`` to apply in Python.
+        by_name: Start from values that depend on the parameters' names alone.
 
     Returns:
         ``losses``, ``norms``, ``provider`` (class name), ``error`` (type and text, where the run stopped),
@@ -92,7 +110,7 @@ def pretrain(
             from megatron_scalevec.bridge import apply as apply_to
 
             apply_to(container, ScaleVecConfig(**apply))
-        run(container, forward_step, callbacks=[_record(losses, norms, end)])
+        run(container, forward_step, callbacks=[_record(losses, norms, end, by_name)])
     except Exception as error:
         result["error"] = (type(error).__name__, str(error))
         if not end:
@@ -103,6 +121,24 @@ def pretrain(
     audit = Path(folder) / "scalevec_audit.json"
     result["audit"] = audit.read_text() if audit.is_file() else None
     return result
+
+
+def pretrain_with_megatron(kind: str, strategy: str, iterations: int) -> dict[str, Any]:
+    """Train the model of :func:`pretrain` through the flag, in Megatron's own loop, from values by name."""
+    from ranks.jobs.training import train
+
+    argv = f"""
+        --num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+        --kv-channels 16 --ffn-hidden-size 96 --swiglu --normalization RMSNorm --norm-epsilon 1e-6
+        --disable-bias-linear --position-embedding-type rope --rotary-base 10000
+        --untie-embeddings-and-output-weights --seq-length 32 --max-position-embeddings 64
+        --micro-batch-size 2 --global-batch-size 4 --train-iters {iterations}
+        --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-decay-iters 20 --lr-warmup-iters 2
+        --weight-decay 0.033 --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8
+        --seed 1234 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data --split 99,1,0
+        --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --eval-interval 1000 --log-interval 1
+        --transformer-impl local --scalevec-strategy {strategy}""".split()
+    return train(argv + (["--qk-layernorm"] if kind == "qwen3" else []))
 
 
 def _parameters(chunks: Any, optimizer: Any) -> dict[str, Any]:
