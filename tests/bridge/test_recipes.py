@@ -21,7 +21,7 @@ LLAMA3_8B = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
 }
-# File to recipe, Hugging Face config, layers of the recipe, and (layers built, parameters of the stock model).
+# File to recipe, Hugging Face config, layers of the recipe, and (layers built, parameters of stock).
 DENSE = {
     "gpt_0.12b": ("vanilla_gpt_pretrain_config", None, 12, (12, 123_587_328)),
     "gpt_1b": ("vanilla_gpt_pretrain_config", None, 22, (22, 1_028_065_024)),
