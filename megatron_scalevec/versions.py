@@ -10,15 +10,19 @@ from packaging.version import Version
 from megatron_scalevec.errors import ScaleVecError
 
 __all__ = [
+    "BRIDGE",
     "NEMO_TOOLKIT",
     "SUPPORTED",
     "megatron_version",
     "require_megatron",
+    "require_bridge",
     "require_supported_megatron",
     "require_megatron_training",
 ]
 
 SUPPORTED = SpecifierSet(">=0.16.1,<0.20")
+BRIDGE = SpecifierSet(">=0.6.2,<0.7")
+"""Megatron-Bridge, with any megatron-core of the window that it takes."""
 NEMO_TOOLKIT = SpecifierSet(">=0.15.3,<0.16")
 """For nemo-toolkit 2.7 alone, which hands later versions an argument that they no longer take."""
 
@@ -63,6 +67,19 @@ def require_megatron(window: SpecifierSet, user: str = "") -> Version:
             "megatron_scalevec."
         )
     return version
+
+
+def require_bridge(version: str) -> None:
+    """Check the version of Megatron-Bridge.
+
+    Raises:
+        ScaleVecError: It is outside of :data:`BRIDGE`.
+    """
+    if not BRIDGE.contains(Version(version).base_version, prereleases=True):
+        raise ScaleVecError(
+            f"megatron-bridge {version} is outside the versions this package is written for ({BRIDGE}); "
+            "install one of those, or a newer megatron_scalevec."
+        )
 
 
 def require_megatron_training(version: Version) -> None:

@@ -88,6 +88,17 @@ def test_nemo_toolkit_has_a_window_of_its_own():
     assert "with nemo-toolkit 2.7: " in str(stopped.value)
 
 
+@pytest.mark.parametrize(("version", "accepted"), [("0.6.2", True), ("0.6.1", False), ("0.7.0", False)])
+def test_the_window_of_bridge(version, accepted):
+    from megatron_scalevec.versions import require_bridge
+
+    if accepted:
+        require_bridge(version)
+    else:
+        with pytest.raises(ScaleVecError, match=f"megatron-bridge {version} is outside"):
+            require_bridge(version)
+
+
 def test_imports_without_nemo_from_anywhere(tmp_path):
     """The namespace portion is found, shadows nothing, and nobody imports NeMo without need."""
     code = f"""

@@ -10,7 +10,7 @@ from megatron_scalevec.bridge import settings
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.support import refuse_unsupported
-from megatron_scalevec.versions import require_supported_megatron
+from megatron_scalevec.versions import require_bridge, require_supported_megatron
 
 __all__ = ["Fields", "asked_for", "give_spec", "settle"]
 
@@ -85,10 +85,13 @@ def give_spec(container: Any, setting: Any) -> None:
     Raises:
         ScaleVecError: The megatron-core version, the kind of model or another field does not go with it.
     """
+    from megatron.bridge.package_info import __version__
+
     from megatron.scalevec import LayerSpec
 
     config = setting.require_config()
     model = container.model
+    require_bridge(__version__)
     version = require_supported_megatron()
     spec = getattr(model, "transformer_layer_spec", None)
     if spec is None:
