@@ -71,7 +71,8 @@ def _require_foldable(model: torch.nn.Module) -> None:
                 "not, so no stock checkpoint computes the same; train with unified-foldable for one, or with "
                 "branches_off v where the model has q/k norms of its own. Nothing was changed."
             )
-        if isinstance(module, FoldedLinear | ScaledNorm):
+        # Grouped linears hold one weight per expert.
+        if isinstance(module, FoldedLinear | ScaledNorm) and isinstance(weight, torch.nn.Parameter):
             continue
         for name, param in module.named_parameters(recurse=False):
             if was_added(param):
