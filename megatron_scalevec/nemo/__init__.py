@@ -12,8 +12,7 @@ is the same.
 The weight decay follows by itself: see :mod:`megatron_scalevec.nemo.optimizer`.
 """
 
-from __future__ import annotations
-
+# No annotations as strings here: nemo_run reads the factories' to tell what an argument of a YAML line is.
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -67,7 +66,7 @@ def build_layers(
         placement=placement,
         reparam=reparam,
         weight_decay=weight_decay,
-        sites=tuple(sites.split(",")) if sites else None,
+        sites=sites,
     )
     version = require_megatron(NEMO_TOOLKIT, "nemo-toolkit 2.7")
     refuse_unsupported(config, asked, version)
@@ -95,11 +94,11 @@ def _stock_spec(config: Any) -> Any:
 
 def layer_spec(
     strategy: str,
-    branches: str | None = None,
-    placement: str | None = None,
-    reparam: str | None = None,
-    weight_decay: str | None = None,
-    sites: str | None = None,
+    branches: str = "",
+    placement: str = "",
+    reparam: str = "",
+    weight_decay: str = "",
+    sites: str = "",
 ) -> Any:
     """:func:`build_layers` with arguments, for ``nemo_run``.
 
@@ -118,9 +117,9 @@ def layer_spec(
         "weight_decay": weight_decay,
         "sites": sites,
     }
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value}
     # A mistake is to be known now, not when a cluster has started the run.
-    ScaleVecConfig(**{**given, "sites": tuple(sites.split(",")) if sites else None})
+    ScaleVecConfig(**given)
     return nemo_run.Partial(build_layers, **given)
 
 
