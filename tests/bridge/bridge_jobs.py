@@ -111,7 +111,7 @@ def pretrain(
 
             apply_to(container, ScaleVecConfig(**apply))
         run(container, forward_step, callbacks=[_record(losses, norms, end, by_name)])
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         result["error"] = (type(error).__name__, str(error))
         if not end:
             return result

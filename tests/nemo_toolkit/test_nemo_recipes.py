@@ -57,8 +57,8 @@ def test_a_condition_of_ones_own_is_refused(nemo_ranks, tmp_path):
     [
         # nemo_run's own error, with the name in it.
         ("unifed", "megatron_scalevec.nemo.unifed"),
-        ("layer_spec(strategy=unifed)", "Did you mean 'unified'?"),
-        ("layer_spec(strategy=or,placement=output)", "nothing to share"),
+        ("layer_spec(strategy=unifed)", "layer_spec(strategy=unifed"),
+        ("layer_spec(strategy=or,placement=output)", "strategy=or,placement=output"),
     ],
 )
 def test_a_misspelt_strategy_stops(nemo_ranks, tmp_path, value, text):
