@@ -40,6 +40,8 @@ LOCAL = {
     "autocast_dtype": torch.float32,
     "seq_length": 32,
     "moe_grouped_gemm": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_flex_dispatcher_backend": None,
     "moe_permute_fusion": False,
     "moe_router_fusion": False,
 }
