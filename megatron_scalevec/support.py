@@ -282,9 +282,15 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "modelopt",
-        _given("modelopt_enabled", "export_te_mcore_model", "export_quant_cfg"),
+        _given("modelopt_enabled", "export_te_mcore_model", "export_quant_cfg", "restore_modelopt_state"),
         "ModelOpt swaps the model's layers after they were built",
         "train without it",
+    ),
+    Refusal(
+        "adapters",
+        _given("peft"),
+        "parameter-efficient fine-tuning (peft) wraps linears after they were given their scale vectors",
+        "train the whole model",
     ),
     Refusal(
         "cuda-graphs",

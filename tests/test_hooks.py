@@ -109,6 +109,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "precision-aware-optimizer": {"use_precision_aware_optimizer": True},
         "wd-on-qk-norms": {"apply_wd_to_qk_layernorm": True},
         "kitchen": {"use_kitchen": True},
+        "adapters": {"peft": "lora"},
         "modelopt": {"modelopt_enabled": True},
         "cuda-graphs": {"cuda_graph_impl": "local"},
         "weight-rematerialization": {"gtp_weight_remat_size": 2},

@@ -34,6 +34,7 @@ __all__ = [
     "applied_config",
     "apply_scale_vectors",
     "branches_at",
+    "forget",
     "parameter_roles",
     "refuse_unknown_branches",
 ]
@@ -49,6 +50,11 @@ def applied_config(model: torch.nn.Module) -> ScaleVecConfig | None:
     ):
         model = model.module
     return getattr(model, _APPLIED_ATTRIBUTE, None)
+
+
+def forget(model: torch.nn.Module) -> None:
+    """For whoever has taken the vectors out of a model again: it is a stock model now."""
+    delattr(model, _APPLIED_ATTRIBUTE)
 
 
 def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
 )
 
@@ -53,6 +52,9 @@ def sharded_vectors(
     """Checkpoint entries of the vectors that a module owns, for modules whose ``sharded_state_dict`` lists
     its entries one by one: replicated over ``tp_group`` and the data-parallel ranks."""
     own = {n: p for n, p in module.named_parameters(recurse=False) if vector_info(p) is not None}
+    # Here and not above: megatron-core 0.15, which nemo-toolkit 2.7 uses, does not have it.
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
     group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
     return make_sharded_tensors_for_checkpoint(
         own, prefix, {}, sharded_offsets, tp_group=tp_group, dp_cp_group=group
