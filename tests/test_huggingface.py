@@ -316,6 +316,52 @@ def test_every_constant_lands_in_its_place(constants, tmp_path, name):
         )
 
 
+# Folding, unfolding and these tools
+
+
+@pytest.mark.parametrize("name", ["hg", "foldable everywhere"])
+def test_an_export_is_that_of_the_folded_checkpoint(saved, tmp_path, name):
+    from safetensors.torch import load_file
+
+    from megatron_scalevec.checkpoint.commands import fold_checkpoint
+
+    checkpoint, folder, _ = saved[name]
+    fold_checkpoint(checkpoint, tmp_path / "folded", check=False)
+    export(tmp_path / "folded", tmp_path / "exported")
+    first, second = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "exported"))
+    assert first.keys() == second.keys()
+    for key, tensor in first.items():
+        torch.testing.assert_close(second[key], tensor, rtol=1e-6, atol=1e-9, msg=key)
+
+
+def test_import_to_a_strategy(ranks, saved, tmp_path):
+    from megatron_scalevec.huggingface.importing import import_unfolded
+
+    said = []
+    _, folder, expected = saved["llama"]
+    import_unfolded(
+        folder,
+        tmp_path / "start",
+        "unified-foldable",
+        implementation="local",
+        vocabulary_multiple=1,
+        say=said.append,
+    )
+    assert any(text.startswith("checked: ") for text in said), said
+    assert sorted(path.name for path in (tmp_path / "start").iterdir()) == [
+        *("latest_checkpointed_iteration.txt", "megatron_arguments.txt", "release")
+    ]
+    case = {
+        "argv": arguments("llama"),
+        "folder": str(tmp_path / "start" / "release"),
+        "strategy": {"strategy": "unified-foldable"},
+    }
+    [[logits]] = ranks.run("logits_of_checkpoints", cases=[case], tokens=TOKENS)
+    assert_close(logits, expected, 1e-5)
+    export(tmp_path / "start", tmp_path / "again")
+    assert_close(transformers_logits(tmp_path / "again"), expected, 1e-5)
+
+
 # Whole runs
 
 

@@ -69,19 +69,20 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _import(options: argparse.Namespace) -> None:
-    from megatron_scalevec.huggingface.importing import ARGUMENTS_FILE, import_folder
+    from megatron_scalevec.huggingface.importing import ARGUMENTS_FILE, import_folder, import_unfolded
 
+    choices = {
+        "implementation": options.transformer_impl,
+        "vocabulary_multiple": options.make_vocab_size_divisible_by,
+    }
     with _progress("importing") as progress:
-        made = import_folder(
-            options.folder,
-            options.out,
-            implementation=options.transformer_impl,
-            vocabulary_multiple=options.make_vocab_size_divisible_by,
-            progress=progress,
-        )
-    print(
-        f"{made.folder}: {made.architecture}, {made.parameters:,} parameters, as a stock Megatron checkpoint."
-    )
+        if options.strategy is None:
+            made = import_folder(options.folder, options.out, **choices, progress=progress)
+        else:
+            made = import_unfolded(
+                options.folder, options.out, options.strategy, **choices, progress=progress, say=print
+            )
+    print(f"{made.folder}: {made.architecture}, {made.parameters:,} parameters, a Megatron checkpoint.")
     print(f"Load it with: --load {made.folder} --use-checkpoint-args {' '.join(made.flags_to_give)}")
     print(
         "The flags behind --use-checkpoint-args are not restored by it and change the model where they are "
@@ -150,6 +151,11 @@ def _import_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("folder", metavar="HF_DIR", help="a folder with config.json and safetensors files")
     parser.add_argument("out", metavar="OUT", help="the folder to make; it does not exist yet")
+    parser.add_argument(
+        "--strategy",
+        metavar="NAME",
+        help="unfold it to the start of a run with this --scalevec-strategy, as scalevec unfold does",
+    )
     parser.add_argument(
         "--transformer-impl",
         default=IMPLEMENTATIONS[0],

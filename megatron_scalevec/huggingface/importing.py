@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ from typing import Any
 import torch
 
 from megatron_scalevec.checkpoint.store import Box, Piece, write_checkpoint
-from megatron_scalevec.config import choose
+from megatron_scalevec.config import ScaleVecConfig, choose
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.huggingface.architectures import description_of
 from megatron_scalevec.huggingface.blocks import Block, blocks_of, optional_names
 from megatron_scalevec.huggingface.description import Description, megatron_flags, to_arguments
+from megatron_scalevec.huggingface.drafts import new_folder
 from megatron_scalevec.huggingface.exporting import Progress
 from megatron_scalevec.huggingface.safetensors_files import WeightFolder
 
-__all__ = ["ARGUMENTS_FILE", "IMPLEMENTATIONS", "RELEASE", "Import", "import_folder"]
+__all__ = ["ARGUMENTS_FILE", "IMPLEMENTATIONS", "RELEASE", "Import", "import_folder", "import_unfolded"]
 
 IMPLEMENTATIONS = ("transformer_engine", "local")
 RELEASE = "release"
@@ -106,6 +108,42 @@ def import_folder(
         sum(torch.Size(block.shape).numel() for block in blocks),
         tuple(megatron_flags(model, implementation, restored=False)),
     )
+
+
+def import_unfolded(
+    folder: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    strategy: str,
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    **choices: Any,
+) -> Import:
+    """As :func:`import_folder`, and unfolded to the start of a run with scale vectors.
+
+    Args:
+        folder: As for :func:`import_folder`.
+        target: The folder to make. The stock checkpoint lies beside it for the time being.
+        strategy: A ``--scalevec-strategy``.
+        say: Told what unfolding did and checked, in sentences.
+        choices: The keyword arguments of :func:`import_folder`.
+
+    Raises:
+        ScaleVecError: Of importing or of unfolding; nothing was written.
+    """
+    from megatron_scalevec.checkpoint.commands import unfold_checkpoint
+
+    config = ScaleVecConfig(strategy=strategy)
+    with new_folder(target) as draft:
+        made = import_folder(folder, draft / "stock", **choices)
+        unfold_checkpoint(draft / "stock", draft / "unfolded", config, optimizer=False, say=say)
+        words = (draft / "stock" / ARGUMENTS_FILE).read_text(encoding="utf-8").split()
+        shutil.rmtree(draft / "stock")
+        for part in list((draft / "unfolded").iterdir()):
+            part.rename(draft / part.name)
+        (draft / "unfolded").rmdir()
+        flags = [*words, "--scalevec-strategy", strategy]
+        (draft / ARGUMENTS_FILE).write_text(" ".join(flags) + "\n", encoding="utf-8")
+    return replace(made, folder=Path(target))
 
 
 def _config(folder: Path) -> dict[str, Any]:
