@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,11 @@ def save_models(cases: list[dict[str, Any]], tokens: list[int]) -> list[dict[str
     from ranks.models import initialize_parallel
 
     initialize_parallel()
-    return [_save(tokens=tokens, **case) for case in cases]
+    made = [_save(tokens=tokens, **case) for case in cases]
+    # Megatron's writer process waits for more, and a rank ends without telling it.
+    for child in multiprocessing.active_children():
+        child.terminate()
+    return made
 
 
 def logits_of_checkpoints(cases: list[dict[str, Any]], tokens: list[int]) -> list[Any]:
