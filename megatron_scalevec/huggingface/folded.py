@@ -15,11 +15,11 @@ import torch
 from megatron_scalevec.checkpoint.keys import WEIGHT, is_raw, raw_key, stock_key
 from megatron_scalevec.checkpoint.store import Box, CheckpointReader, StoredTensor
 from megatron_scalevec.config import ScaleVecConfig
+from megatron_scalevec.decisions import SHARED
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.fold import RowMap, fc1_row_map, fold_weight, qkv_row_map, whole_row_map
 from megatron_scalevec.huggingface.blocks import Block
 from megatron_scalevec.huggingface.description import Description
-from megatron_scalevec.layers.linear import SHARED, gamma_name
 from megatron_scalevec.reparam import get_reparameterization
 
 __all__ = ["FoldedCheckpoint"]
@@ -130,7 +130,7 @@ class FoldedCheckpoint:
             return [f"{_stem(stored)}.gamma"]
         branches, _ = self._row_maps.get(block.key, ((), None))
         names = [("in", SHARED), *((side, branch) for side in ("in", "out") for branch in branches)]
-        return [f"{_stem(stored)}.{gamma_name(side, branch)}" for side, branch in names] if branches else []
+        return [f"{_stem(stored)}.gamma_{side}_{branch}" for side, branch in names] if branches else []
 
     def _vector_keys(self, name: str) -> dict[str, str]:
         """The stored parts of a vector by suffix; empty where the checkpoint has no such vector."""
@@ -170,7 +170,7 @@ def _folded(
     """W_eff of a whole weight; ``vectors`` by name, None where there is none."""
 
     def named(side: str, branch: str) -> torch.Tensor | None:
-        return vectors[f"{stem}.{gamma_name(side, branch)}"]
+        return vectors[f"{stem}.gamma_{side}_{branch}"]
 
     shared = named("in", SHARED)
     inputs = [named("in", branch) if shared is None else shared for branch in row_map.branches]
