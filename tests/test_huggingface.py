@@ -380,29 +380,27 @@ def test_a_trained_checkpoint_of_two_ranks(ranks, tmp_path):
     assert_close(transformers_logits(tmp_path / "exported"), expected, 1e-5)
 
 
-def test_training_starts_from_an_import(ranks, saved, tmp_path):
-    """Megatron's own loading with ``--use-checkpoint-args``, and the flags that the import names."""
+def test_training_starts_from_an_import(ranks, tmp_path):
+    """Megatron's own loading, with ``--use-checkpoint-args`` and the flags that the import names, beside a
+    start from the checkpoint that was exported."""
     from megatron_scalevec.huggingface.importing import import_folder
 
-    made = import_folder(
-        saved["qwen3"][1], tmp_path / "start", implementation="local", vocabulary_multiple=32
-    )
-    assert made.flags_to_give == ("--norm-epsilon", "0.001", "--qk-layernorm")
-    general = [*"--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-9 --seed 1234".split()]
-    general += "--lr-warmup-iters 0 --mock-data --split 99,1,0 --eval-iters 0 --eval-interval 100".split()
-    general += "--tokenizer-type NullTokenizer --vocab-size 127 --seq-length 32".split()
-    general += "--transformer-impl local --use-cpu-initialization".split()
-    argv = [*general, "--load", str(tmp_path / "start"), "--use-checkpoint-args", *made.flags_to_give]
-    [run] = ranks.run("train", argv=argv, by_name=False)
-    [expected] = ranks.run("train", argv=_resaved(ranks, general, tmp_path), by_name=False)
-    np.testing.assert_allclose(run["losses"], expected["losses"], rtol=1e-6)
-    assert len(run["losses"]) == 2
-
-
-def _resaved(ranks, general, tmp_path):
-    """The same start, as a checkpoint that Megatron itself has saved."""
-    argv = arguments("qwen3", "--padded-vocab-size", "128")
-    case = {"argv": argv, "folder": str(tmp_path / "saved")}
+    model = arguments("qwen3", "--padded-vocab-size", "128")
+    case = {"argv": model, "folder": str(tmp_path / "saved")}
     ranks.run("save_models", cases=[case], tokens=TOKENS)
-    model = [word for word in argv if word not in ("--mock-data",)]
-    return [*model, *general, "--load", str(tmp_path / "saved"), "--finetune"]
+    export(tmp_path / "saved", tmp_path / "exported")
+    made = import_folder(tmp_path / "exported", tmp_path / "start", implementation="local")
+    assert made.flags_to_give == ("--norm-epsilon", "0.001", "--qk-layernorm")
+    general = [
+        *"--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --seed 1234 --lr 1e-9".split(),
+        *"--min-lr 0 --lr-warmup-iters 0".split(),
+        *"--mock-data --split 99,1,0 --eval-iters 0 --eval-interval 100".split(),
+        *"--tokenizer-type NullTokenizer --vocab-size 127 --seq-length 32".split(),
+        *"--transformer-impl local --use-cpu-initialization".split(),
+    ]
+    start = ["--load", str(tmp_path / "start"), "--use-checkpoint-args", *made.flags_to_give]
+    [run] = ranks.run("train", argv=[*general, *start], by_name=False)
+    saved = ["--load", str(tmp_path / "saved"), "--finetune"]
+    [expected] = ranks.run("train", argv=[*model, *general, *saved], by_name=False)
+    assert len(run["losses"]) == 2
+    np.testing.assert_allclose(run["losses"], expected["losses"], rtol=1e-6)
