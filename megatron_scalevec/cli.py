@@ -21,6 +21,8 @@ _COMMANDS = {
     "fold": "fold the scale vectors of a checkpoint into its weights, for stock Megatron",
     "patch": "make a Megatron-LM tree find this package by itself, without the launcher",
     "demo": "train a small GPT on this machine under several strategies and compare them",
+    "export": "write a checkpoint as a Hugging Face folder, scale vectors folded into the weights",
+    "import": "write a Hugging Face folder as a stock Megatron checkpoint to start from",
 }
 
 
@@ -66,6 +68,11 @@ def _dispatch(arguments: list[str]) -> int:
         from megatron_scalevec.patches import main as patch
 
         return patch(args.rest)
+    if args.command in ("export", "import"):
+        from megatron_scalevec.huggingface import commands
+
+        run = commands.export_main if args.command == "export" else commands.import_main
+        return run(arguments[arguments.index(args.command) + 1 :])
     from megatron_scalevec.integration import launch
 
     if args.rest in (["--help"], ["-h"]) or (args.command == "launch" and not args.rest):

@@ -337,3 +337,54 @@ def convert_grouped(case: str) -> dict[str, Any]:
         except RuntimeError as error:
             return {"error": str(error), "unchanged": True}
     return {"error": "", "unchanged": False, "fused": linear.fuse_wgrad_accumulation}
+
+
+def stock_entries(kind: str, experts: str) -> dict[str, tuple[int, ...] | None]:
+    """What a stock model of TransformerEngine's layers asks of a checkpoint.
+
+    Args:
+        kind: Of model, see :func:`ranks.models.build_gpt`.
+        experts: ``none``, or four as ``sequential`` or ``grouped`` linears.
+
+    Returns:
+        Key to the whole tensor's shape; name of an extra state to None.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
+    from megatron.core.dist_checkpointing.utils import extract_sharded_base
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    grouped = experts == "grouped"
+    overrides: dict[str, Any] = {}
+    if experts != "none":
+        overrides = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+        overrides["moe_grouped_gemm"] = grouped
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=overrides.get("num_moe_experts"), moe_grouped_gemm=grouped, qk_layernorm=True
+    )
+    spec.submodules.self_attention.submodules.core_attention = DotProductAttention
+    model = _build(kind, torch.float32, spec=spec, **overrides)
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state = model.sharded_state_dict(metadata=metadata)
+    apply_factories(state)
+    entries, _ = extract_sharded_base(state)
+    found: dict[str, tuple[int, ...] | None] = {}
+    for entry in _leaves(entries):
+        if isinstance(entry, ShardedObject):
+            found[entry.unique_key] = None
+        else:
+            found[entry.key] = tuple(entry.global_shape)
+    return found
+
+
+def _leaves(node: Any):
+    if isinstance(node, dict):
+        node = node.values()
+    elif not isinstance(node, (list, tuple)):
+        yield node
+        return
+    for item in node:
+        yield from _leaves(item)
