@@ -73,6 +73,7 @@ test-te: venv-te ## TransformerEngine's layers, without a GPU: its kernels are r
 test-patches: venv ## patches on the training loops of released Megatron wheels (downloads them once)
 	.venv/bin/python scripts/megatron_trees.py .megatron-trees
 	SCALEVEC_MEGATRON_TREES=.megatron-trees .venv/bin/python -m pytest tests/test_patch.py -k there_and_back
+
 .PHONY: test-bridge
 test-bridge: venv-bridge ## Megatron-Bridge: recipes, YAML files, checkpoints, Hugging Face
 	.venv-bridge/bin/python -m pytest tests/bridge $(TEST_ARGS)
