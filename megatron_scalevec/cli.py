@@ -1,4 +1,4 @@
-"""The ``scalevec`` command: ``launch``, ``pretrain``, ``explain``, ``demo``."""
+"""The ``scalevec`` command and its subcommands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ _COMMANDS = {
     "launch": "run an unmodified Megatron training script with the --scalevec-* flags understood",
     "pretrain": "pre-train a GPT with Megatron's loop from the wheel; no Megatron checkout needed",
     "explain": "say what a launch line would build, on any machine, without training",
+    "unfold": "make a stock checkpoint the start of a run with scale vectors",
+    "fold": "fold the scale vectors of a checkpoint into its weights, for stock Megatron",
+    "patch": "make a Megatron-LM tree find this package by itself, without the launcher",
     "demo": "train a small GPT on this machine under several strategies and compare them",
+    "export": "write a checkpoint as a Hugging Face folder, scale vectors folded into the weights",
+    "import": "write a Hugging Face folder as a stock Megatron checkpoint to start from",
 }
 
 
@@ -55,6 +60,19 @@ def _dispatch(arguments: list[str]) -> int:
 
         # As given: argparse swallows a leading "--" in some versions of Python.
         return explain(arguments[arguments.index("explain") + 1 :])
+    if args.command in ("unfold", "fold"):
+        from megatron_scalevec.checkpoint.commands import main as rewrite
+
+        return rewrite(args.command, args.rest)
+    if args.command == "patch":
+        from megatron_scalevec.patches import main as patch
+
+        return patch(args.rest)
+    if args.command in ("export", "import"):
+        from megatron_scalevec.huggingface import commands
+
+        run = commands.export_main if args.command == "export" else commands.import_main
+        return run(arguments[arguments.index(args.command) + 1 :])
     from megatron_scalevec.integration import launch
 
     if args.rest in (["--help"], ["-h"]) or (args.command == "launch" and not args.rest):

@@ -22,6 +22,7 @@ __all__ = [
     "COMPONENTS",
     "DEFAULT_SITES",
     "EXECUTIONS",
+    "EXPERTS",
     "PLACEMENTS",
     "REPARAMS",
     "SITES",
@@ -37,6 +38,10 @@ __all__ = [
 BRANCHES = {
     "shared": "all branches of a norm share one input scale: the norm's own γ",
     "split": "every branch has its own input scale",
+}
+EXPERTS = {
+    "per-expert": "every routed expert has its own scale vectors",
+    "shared": "the routed experts of a layer have one set of scale vectors",
 }
 PLACEMENTS = {
     "input": "W (γ_in ⊙ x̂)",
@@ -56,22 +61,31 @@ WEIGHT_DECAYS = {
     "none": "no scale vector decays",
 }
 EXECUTIONS = {
-    "auto": "the fastest mode that is proven for the run",
+    "auto": "autograd, until the other mode has been measured on GPUs",
     "autograd": "W ⊙ (γ_out γ_inᵀ) is formed in every forward pass",
     "optimizer": "the live weight is W ⊙ (γ_out γ_inᵀ); W is the optimizer's fp32 master",
 }
 SITES = {
     "attention": "the pre-attention norm and the maps q, k, v that it feeds",
-    "mlp": "the pre-MLP norm and the maps gate, up that it feeds",
+    "mlp": "the pre-MLP norm and the maps gate, up that it feeds; with experts also the router",
     "mtp": "the norms of the multi-token-prediction block itself",
     "head": "the final norm, which feeds the output head",
-    "projections": "the maps o and down, which no norm feeds; only when named",
+    "projections": "the maps o and down (of experts as well), which no norm feeds; only when named",
 }
 DEFAULT_SITES = ("attention", "mlp", "mtp", "head")
 BRANCH_NAMES = {
     "attention": ("q", "k", "v", "output_gate"),
-    "mlp": ("gate", "up"),
-    "projections": ("o", "down"),
+    "mlp": (
+        "gate",
+        "up",
+        "router",
+        "expert_gate",
+        "expert_up",
+        "shared_gate",
+        "shared_up",
+        "shared_expert_gate",
+    ),
+    "projections": ("o", "down", "expert_down", "shared_down"),
 }
 V_NORM_CLASSES = {
     "input": "as an Input-Norm: attention mixes v linearly and the o map can absorb it",
@@ -114,6 +128,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 COMPONENTS: Mapping[str, Mapping[str, str]] = {
     "branches": BRANCHES,
+    "experts": EXPERTS,
     "placement": PLACEMENTS,
     "reparam": REPARAMS,
     "weight_decay": WEIGHT_DECAYS,
@@ -163,6 +178,8 @@ class ScaleVecConfig:
     """A key of :data:`STRATEGIES`."""
     branches: str | None = None
     """A key of :data:`BRANCHES`; None where the strategy has no scale vectors."""
+    experts: str | None = None
+    """A key of :data:`EXPERTS`: whose the vectors of routed experts are. No effect on dense models."""
     placement: str | None = None
     """A key of :data:`PLACEMENTS`; None where the strategy has no scale vectors."""
     reparam: str | None = None
@@ -193,6 +210,7 @@ class ScaleVecConfig:
         placement = given.get("placement", preset.placement)
         defaults = {
             "branches": preset.branches,
+            "experts": "per-expert",
             "placement": preset.placement,
             "reparam": preset.reparam,
             "weight_decay": preset.weight_decay,
@@ -222,6 +240,7 @@ class ScaleVecConfig:
                 f"--scalevec-vector-dtype has no effect with --scalevec-strategy {self.strategy}, "
                 "which leaves no scale vectors; drop the flag."
             )
+        self._refuse_shared_experts_without_effect()
         normalized = {"q", "k", "v"} - set(self.branches_off)
         if self.placement == "dual-norm" and ("attention" not in self.sites or not normalized):
             raise ScaleVecError(
@@ -246,6 +265,17 @@ class ScaleVecConfig:
                         else "only --scalevec-reparam unit has directions."
                     )
                 )
+
+    def _refuse_shared_experts_without_effect(self) -> None:
+        if self.experts != "shared":
+            return
+        own = self.branches == "split" or self.has_output_scales
+        at_mlp = own and "mlp" in self.sites
+        if self.placement is None or not (at_mlp or "projections" in self.sites):
+            raise ScaleVecError(
+                "--scalevec-experts shared has no effect here: the routed experts get no scale vectors of "
+                "their own with these branches, placement and sites; drop the flag."
+            )
 
     def _refuse_contradictions(self, preset: Strategy, given: Mapping[str, str]) -> None:
         if self.strategy == "stock":
@@ -407,6 +437,8 @@ class ScaleVecConfig:
             parts = "Input-Norm γ removed"
         else:
             parts = f"branches {self.branches}, placement {self.placement}, reparam {self.reparam}"
+        if self.experts == "shared":
+            parts += ", experts shared"
         if self.branches_off:
             parts += f", without {'+'.join(self.branches_off)}"
         parts += f", weight decay {self.weight_decay}"

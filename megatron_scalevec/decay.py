@@ -10,14 +10,21 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from megatron_scalevec.config import WEIGHT_DECAYS
 from megatron_scalevec.vectors import Role, role_of, vector_info
 
-__all__ = ["decays", "param_decays", "with_decaying_vectors", "with_learning_rates"]
+__all__ = [
+    "decays",
+    "no_weight_decay_cond",
+    "param_decays",
+    "with_decaying_vectors",
+    "with_learning_rates",
+]
 
 
 def decays(role: Role | None, is_vector: bool, policy: str) -> bool | None:
@@ -47,6 +54,32 @@ def decays(role: Role | None, is_vector: bool, policy: str) -> bool | None:
 def param_decays(param: torch.nn.Parameter, policy: str) -> bool | None:
     """:func:`decays` for a parameter that carries its role."""
     return decays(role_of(param), vector_info(param) is not None, policy)
+
+
+def no_weight_decay_cond(policy: str) -> Callable[[str, torch.nn.Parameter], bool]:
+    """The condition form of the split, for callers of megatron-core up to 0.15.
+
+    Those versions have no ``config_overrides``: their ``get_megatron_optimizer`` takes a function of a
+    parameter's name and the parameter, ``no_weight_decay_cond``, that says which ones do not decay.
+
+    Args:
+        policy: A key of :data:`megatron_scalevec.config.WEIGHT_DECAYS`.
+
+    Returns:
+        A function that is true for a parameter that does not decay. Where the policy leaves a parameter to
+        Megatron it is Megatron's own default: one-dimensional parameters and biases do not decay.
+
+    Raises:
+        ValueError: There is no such policy.
+    """
+    if policy not in WEIGHT_DECAYS:
+        raise ValueError(f"unknown weight-decay policy {policy!r}")
+
+    def does_not_decay(name: str, param: torch.nn.Parameter) -> bool:
+        own = param_decays(param, policy)
+        return name.endswith(".bias") or param.dim() == 1 if own is None else not own
+
+    return does_not_decay
 
 
 def with_learning_rates(
@@ -89,26 +122,37 @@ def with_decaying_vectors(overrides: Mapping[Any, Any], policy: str) -> dict[Any
         policy: A key of :data:`megatron_scalevec.config.WEIGHT_DECAYS`.
 
     Returns:
-        A new mapping. Decaying vectors match no decay rule any more, so they join the default group.
-        ``stock`` returns the overrides unchanged.
+        A new mapping. Decaying vectors match no rule for weight decay any more, so they join the default
+        group; what such a rule says besides holds for them as before. Those that the policy forbids to decay
+        get a rule of their own, with the standard one's value. ``stock`` returns the overrides unchanged.
     """
     if policy == "stock":
         return dict(overrides)
     from megatron.core.optimizer import ParamKey
     from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
+    def rule(name: str, matches: Callable[[torch.nn.Parameter, str], bool]) -> ParamKey:
+        # Megatron takes two predicates of one name for the same.
+        return ParamKey(
+            with_name_predicate=ParamWithNamePredicate(name=f"scalevec_{name}_{policy}", fn=matches)
+        )
+
     result = {}
-    for key, override in overrides.items():
-        if override.get("wd_mult") == 0.0:
+    for number, (key, override) in enumerate(overrides.items()):
+        if override.get("wd_mult") != 0.0:
+            result[key] = override
+            continue
 
-            def without_decaying_vectors(param, name, key=key):
-                own = param_decays(param, policy)
-                return key.matches(param, name) if own is None else not own
+        def matches(param, name, key=key):
+            return key.matches(param, name)
 
-            key = ParamKey(
-                with_name_predicate=ParamWithNamePredicate(
-                    name=f"scalevec_no_decay_{policy}", fn=without_decaying_vectors
-                )
-            )
-        result[key] = override
+        def matches_and_stays(param, name, key=key):
+            return key.matches(param, name) and not param_decays(param, policy)
+
+        result[rule(f"no_decay_{number}", matches_and_stays)] = override
+        rest = {field: value for field, value in override.items() if field != "wd_mult"}
+        if rest:
+            result[rule(f"no_decay_{number}_else", matches)] = rest
+    # Where Megatron's rules would let decay what the policy does not.
+    result[rule("never", lambda param, name: param_decays(param, policy) is False)] = {"wd_mult": 0.0}
     return result

@@ -7,7 +7,7 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from packaging.version import Version
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 
-__all__ = ["REFUSALS", "Refusal", "refusals", "refuse_unsupported"]
+__all__ = ["REFUSALS", "Refusal", "refusals", "refuse_unsupported", "refuse_unsupported_experts"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,24 @@ def _differs(name: str, *accepted: Any) -> Callable[[Any, ScaleVecConfig], bool]
         return hasattr(args, name) and getattr(args, name) not in accepted
 
     return applies
+
+
+def _has_experts(args: Any) -> bool:
+    return bool(getattr(args, "num_experts", None) or getattr(args, "num_moe_experts", None))
+
+
+def _experts_with(*names: str) -> Callable[[Any, ScaleVecConfig], bool]:
+    """Whether a model has experts, and any of the arguments is given."""
+    given = _given(*names)
+    return lambda args, config: _has_experts(args) and given(args, config)
+
+
+def _tensor_parallel(args: Any) -> int:
+    return int(getattr(args, "tensor_model_parallel_size", None) or 1)
+
+
+def _expert_tensor_parallel(args: Any) -> int:
+    return int(getattr(args, "expert_tensor_parallel_size", None) or _tensor_parallel(args))
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -83,10 +101,82 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop --cpu-offloading-num-layers and --fine-grained-activation-offloading",
     ),
     Refusal(
-        "experts",
-        _given("num_experts", "num_moe_experts"),
-        "mixture-of-experts layers (--num-experts) do not carry scale vectors yet",
-        "use a dense model",
+        "experts-legacy-grouped",
+        lambda args, _: (
+            _has_experts(args)
+            and (
+                bool(getattr(args, "moe_use_legacy_grouped_gemm", False))
+                or (
+                    bool(getattr(args, "moe_grouped_gemm", False))
+                    and getattr(args, "transformer_impl", None) == "local"
+                )
+            )
+        ),
+        "Megatron's legacy grouped experts keep the weights of all experts in one transposed tensor, which "
+        "does not carry scale vectors",
+        "drop --moe-use-legacy-grouped-gemm, and --moe-grouped-gemm with --transformer-impl local",
+        versions="<0.17",
+    ),
+    Refusal(
+        "experts-single-weight",
+        _experts_with("moe_single_grouped_weight", "moe_single_grouped_bias"),
+        "--moe-single-grouped-weight keeps the weights of all experts in one tensor, which does not carry "
+        "scale vectors yet",
+        "drop --moe-single-grouped-weight and --moe-single-grouped-bias",
+    ),
+    Refusal(
+        "experts-interleaved",
+        _experts_with("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),
+        "gate and up rows that take turns (--moe-mlp-glu-interleave-size) are no layout this version knows",
+        "drop that flag",
+    ),
+    Refusal(
+        "experts-latent",
+        _experts_with("moe_latent_size"),
+        "experts behind a latent projection (--moe-latent-size) do not carry scale vectors yet",
+        "drop that flag",
+    ),
+    Refusal(
+        "experts-fused-shared",
+        _experts_with("use_grouped_gemm_for_shared_expert"),
+        "--use-grouped-gemm-for-shared-expert takes the weights where scale vectors do not reach them",
+        "drop that flag",
+    ),
+    Refusal(
+        "experts-overlap",
+        _experts_with(
+            "moe_shared_expert_overlap",
+            "overlap_moe_expert_parallel_comm",
+            "overlap_dispatch_backward_with_experts_wgrad",
+        ),
+        "running experts beside their communication, piece by piece (--moe-shared-expert-overlap, "
+        "--overlap-moe-expert-parallel-comm, --overlap-dispatch-backward-with-experts-wgrad), is not proven "
+        "with scale vectors yet",
+        "drop those flags",
+    ),
+    Refusal(
+        "experts-stash",
+        _experts_with("moe_paged_stash"),
+        "--moe-paged-stash moves what the experts keep for the backward pass, which is not proven with scale "
+        "vectors yet",
+        "drop that flag",
+    ),
+    Refusal(
+        "experts-upcycling",
+        _experts_with("moe_use_upcycling"),
+        "--moe-use-upcycling makes experts of a dense checkpoint, where scale vectors of the dense MLP have "
+        "no place",
+        "upcycle with a stock run first",
+    ),
+    Refusal(
+        "experts-tensor-parallel",
+        lambda args, _: (
+            _has_experts(args) and _expert_tensor_parallel(args) not in (1, _tensor_parallel(args))
+        ),
+        "with --expert-tensor-parallel-size other than 1 and --tensor-model-parallel-size, this Megatron "
+        "counts parameters of experts wrongly in the gradient norm",
+        "set it to 1 or to the tensor-parallel size, or use megatron-core 0.19",
+        versions="<0.19",
     ),
     Refusal(
         "latent-attention",
@@ -133,9 +223,35 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "optimizer",
-        _differs("optimizer", "adam", "sgd"),
-        "the weight-decay split is not proven with --optimizer {optimizer} yet",
-        "use adam or sgd",
+        _differs("optimizer", "adam", "sgd", "muon", "dist_muon", "adaptive_muon", "soap", "lion"),
+        "the weight-decay split is not proven with --optimizer {optimizer}",
+        "use adam, sgd, muon, adaptive_muon, soap or lion",
+    ),
+    Refusal(
+        "layer-wise-float32",
+        lambda args, _: (
+            getattr(args, "optimizer", "adam") not in ("adam", "sgd")
+            and any(
+                getattr(args, name, False)
+                for name in ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer")
+            )
+            and not getattr(args, "bf16", False)
+        ),
+        "the layer-wise optimizer that --use-distributed-optimizer stands for with --optimizer {optimizer} "
+        "takes no step in float32 (AttributeError: no attribute 'get_loss_scale')",
+        "add --bf16, or drop --use-distributed-optimizer",
+        versions=">=0.18",
+    ),
+    Refusal(
+        "soap-checkpoints",
+        lambda args, _: (
+            getattr(args, "optimizer", "adam") == "soap"
+            and bool(getattr(args, "save", None))
+            and getattr(args, "ckpt_format", "torch_dist") == "torch_dist"
+        ),
+        "Megatron cannot save SOAP's preconditioners in the torch_dist format (AssertionError: optimizer "
+        "shape does not match model shape)",
+        "add --ckpt-format torch, or drop --save",
     ),
     Refusal(
         "optimizer-cpu-offload",
@@ -166,9 +282,15 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "modelopt",
-        _given("modelopt_enabled", "export_te_mcore_model", "export_quant_cfg"),
+        _given("modelopt_enabled", "export_te_mcore_model", "export_quant_cfg", "restore_modelopt_state"),
         "ModelOpt swaps the model's layers after they were built",
         "train without it",
+    ),
+    Refusal(
+        "adapters",
+        _given("peft"),
+        "parameter-efficient fine-tuning (peft) wraps linears after they were given their scale vectors",
+        "train the whole model",
     ),
     Refusal(
         "cuda-graphs",
@@ -214,9 +336,9 @@ REFUSALS: tuple[Refusal, ...] = (
             and bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))
             and not getattr(args, "use_distributed_optimizer", False)
         ),
-        "--scalevec-vector-dtype fp32 in a bf16 or fp16 run needs the distributed optimizer: Megatron's "
-        "plain one cannot save a parameter group of two dtypes",
-        "add --use-distributed-optimizer, or drop --scalevec-vector-dtype",
+        "--scalevec-vector-dtype fp32 in a bf16 or fp16 run needs Adam's distributed optimizer: the others "
+        "cannot save a parameter group of two dtypes",
+        "use --optimizer adam with --use-distributed-optimizer, or drop --scalevec-vector-dtype",
     ),
     Refusal(
         "learning-rates-on-resume",
@@ -242,10 +364,12 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def refusals(args: Any, config: ScaleVecConfig, version: Version) -> list[str]:
-    """A sentence for every entry of :data:`REFUSALS` that applies; empty for a stock run."""
+def refusals(
+    args: Any, config: ScaleVecConfig, version: Version, table: Sequence[Refusal] = REFUSALS
+) -> list[str]:
+    """A sentence for every entry of the table that applies; empty for a stock run."""
     found = []
-    for refusal in REFUSALS if config.active else ():
+    for refusal in table if config.active else ():
         here = SpecifierSet(refusal.versions).contains(version.base_version, prereleases=True)
         if here and refusal.applies(args, config):
             reason = refusal.reason.format_map(_Lookup(args))
@@ -263,6 +387,19 @@ def refuse_unsupported(args: Any, config: ScaleVecConfig, version: Version) -> N
         ScaleVecError: With the entry's reason and way out.
     """
     for sentence in refusals(args, config, version):
+        raise ScaleVecError(sentence)
+
+
+def refuse_unsupported_experts(model_config: Any, config: ScaleVecConfig, version: Version) -> None:
+    """:func:`refuse_unsupported` for the entries on experts, which a ``TransformerConfig`` shows as well.
+
+    For models that were built without Megatron's arguments.
+
+    Raises:
+        ScaleVecError: With the entry's reason and way out.
+    """
+    entries = [refusal for refusal in REFUSALS if refusal.name.startswith("experts-")]
+    for sentence in refusals(model_config, config, version, entries):
         raise ScaleVecError(sentence)
 
 

@@ -8,7 +8,7 @@ at full size on every tensor-parallel rank (so no sharding rule and nothing to r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -26,6 +26,7 @@ __all__ = [
     "mark_added",
     "role_of",
     "set_role",
+    "set_vector",
     "vector_info",
     "vector_parts",
     "was_added",
@@ -54,10 +55,10 @@ class VectorInfo:
     """What a scale vector scales, and which stored part of it a parameter is."""
 
     site: str  # a key of config.SITES
-    branch: str  # q, k, v, ...; gate, up; logits; "shared" where all branches have it in common
+    branch: str  # a name of config.BRANCH_NAMES; logits; "shared" where all branches have it in common
     side: Literal["in", "out"]
     layer: int | None  # Megatron's layer number, from 1, over the whole pipeline; None for the head
-    holder: Literal["linear", "norm"]
+    holder: Literal["linear", "replicated", "norm"]
     reparam: str = "none"
     part: str = ""  # suffix of the stored part; empty for γ itself
 
@@ -99,9 +100,7 @@ def add_vector(
         parameter.partition_dim = -1
         parameter.partition_stride = 1
         parameter.allreduce = getattr(like, "allreduce", True)
-        own = VectorInfo(
-            info.site, info.branch, info.side, info.layer, info.holder, info.reparam, part.suffix
-        )
+        own = replace(info, part=part.suffix)
         set_role(parameter, "direction" if part.direction else role, own)
         mark_added(parameter)
         if dtype is not None:
@@ -112,6 +111,21 @@ def add_vector(
 def has_vector(owner: torch.nn.Module, name: str) -> bool:
     """Whether :func:`add_vector` made a vector of this name on the module."""
     return name in owner.__dict__.get(_KINDS_ATTRIBUTE, {})
+
+
+def set_vector(owner: torch.nn.Module, name: str, gamma: torch.Tensor) -> None:
+    """Give a vector that :func:`add_vector` made another value.
+
+    Args:
+        owner: The module that owns it.
+        name: Its base name.
+        gamma: [n] in any dtype; the stored parts are computed at least in float32.
+    """
+    kind = get_reparameterization(owner.__dict__[_KINDS_ATTRIBUTE][name])
+    parts = kind.decompose(gamma.to(torch.promote_types(gamma.dtype, torch.float32)))
+    with torch.no_grad():
+        for part in kind.parts:
+            getattr(owner, _part_name(name, part.suffix)).copy_(parts[part.suffix])
 
 
 def compose_vector(owner: torch.nn.Module, name: str) -> torch.Tensor:

@@ -10,13 +10,21 @@ from packaging.version import Version
 from megatron_scalevec.errors import ScaleVecError
 
 __all__ = [
+    "BRIDGE",
+    "NEMO_TOOLKIT",
     "SUPPORTED",
     "megatron_version",
+    "require_megatron",
+    "require_bridge",
     "require_supported_megatron",
     "require_megatron_training",
 ]
 
 SUPPORTED = SpecifierSet(">=0.16.1,<0.20")
+BRIDGE = SpecifierSet(">=0.6.2,<0.7")
+"""Megatron-Bridge, with any megatron-core of the window that it takes."""
+NEMO_TOOLKIT = SpecifierSet(">=0.15.3,<0.16")
+"""For nemo-toolkit 2.7 alone, which hands later versions an argument that they no longer take."""
 
 
 def megatron_version() -> Version:
@@ -41,14 +49,37 @@ def require_supported_megatron() -> Version:
     Raises:
         ScaleVecError: It does not, or there is no Megatron.
     """
+    return require_megatron(SUPPORTED)
+
+
+def require_megatron(window: SpecifierSet, user: str = "") -> Version:
+    """The version, if it lies in ``window``; ``user`` names who that window is for.
+
+    Raises:
+        ScaleVecError: It does not, or there is no Megatron.
+    """
     version = megatron_version()
     # A development checkout carries a local part (0.19.0+abc123), which a specifier would reject.
-    if not SUPPORTED.contains(version.base_version, prereleases=True):
+    if not window.contains(version.base_version, prereleases=True):
         raise ScaleVecError(
-            f"megatron-core {version} is outside the versions this package is written for ({SUPPORTED}); "
-            "install one of those, or a newer megatron_scalevec."
+            f"megatron-core {version} is outside the versions this package is written for "
+            f"({f'with {user}: ' if user else ''}{window}); install one of those, or a newer "
+            "megatron_scalevec."
         )
     return version
+
+
+def require_bridge(version: str) -> None:
+    """Check the version of Megatron-Bridge.
+
+    Raises:
+        ScaleVecError: It is outside of :data:`BRIDGE`.
+    """
+    if not BRIDGE.contains(Version(version).base_version, prereleases=True):
+        raise ScaleVecError(
+            f"megatron-bridge {version} is outside the versions this package is written for ({BRIDGE}); "
+            "install one of those, or a newer megatron_scalevec."
+        )
 
 
 def require_megatron_training(version: Version) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Makes the environments behind ``make venv``, ``make venv-light`` and ``make venv-te``.
+"""Makes the environments behind ``make venv``, ``make venv-light`` and so on.
 
-usage: python scripts/make_env.py {main,light,te}
+usage: python scripts/make_env.py {main,light,te,bridge,nemo}
 
 The Python that runs this file is the one that the environment gets;
 ``scripts/find_python.sh`` picks it.
@@ -11,7 +11,7 @@ An environment has two parts:
 * The shared part holds the pinned packages, gigabytes of them, in the user's cache
   under a name made from everything that decides its content. Every checkout with the
   same pins uses the same one.
-* The checkout's part, ``.venv``, ``.venv-light`` or ``.venv-te``, is a virtual environment of its own
+* The checkout's part, ``.venv`` and those named after it, is a virtual environment of its own
   that takes seconds: it sees the shared packages and adds this checkout of the package,
   editable. Two clones therefore never see each other's code, and ``pip install`` in one
   of them leaves the shared packages alone.
@@ -47,6 +47,8 @@ STATE = ".scalevec-env.json"
 # versions are the constraints file's, and with a ``base`` also the base's.
 # ``wheels``: a variable that may name a folder with wheels that no index has.
 # ``linked``: folders of the shared packages that the checkout's part must show as its own.
+# ``listed``: install exactly the packages of the constraints file and none of their dependencies, other
+# versions of the base's packages included.
 ENVIRONMENTS = {
     "main": {
         "folder": ".venv",
@@ -71,6 +73,22 @@ ENVIRONMENTS = {
         "wheels": "SCALEVEC_TE_WHEELS",
         # TransformerEngine looks for NVIDIA's libraries there and nowhere else.
         "linked": ["nvidia"],
+    },
+    # Megatron-Bridge and nemo-toolkit ask for packages that need a CUDA toolkit or a newer system; the
+    # tests put placeholders in their place.
+    "bridge": {
+        "folder": ".venv-bridge",
+        "listed": True,
+        "free_gib": 2,
+        "target": "venv-bridge",
+        "base": "main",
+    },
+    "nemo": {
+        "folder": ".venv-nemo",
+        "listed": True,
+        "free_gib": 4,
+        "target": "venv-nemo",
+        "base": "light",
     },
 }
 
@@ -128,7 +146,10 @@ def set_up_shared(name: str, settings: dict) -> list[Path]:
     base = ENVIRONMENTS[name].get("base")
     below = set_up_shared(base, settings) if base else []
     constraints = ROOT / "constraints" / f"{name}.txt"
-    requirements = wanted(settings, ENVIRONMENTS[name]["extras"])
+    if ENVIRONMENTS[name].get("listed"):
+        requirements = sorted(pin_lines(constraints))
+    else:
+        requirements = wanted(settings, ENVIRONMENTS[name]["extras"])
     key = shared_key(constraints, requirements, below)
     shared = cache_folder() / "venvs" / f"{name}-{key}"
     if read_state(shared) is None or not runs(shared):
@@ -279,6 +300,8 @@ def make_shared(
         show_packages(folder, below)
         pinned = [constraints, *(ROOT / "constraints" / f"{f.name.split('-')[0]}.txt" for f in below)]
         options = [part for file in pinned for part in ("--constraint", file)]
+        if ENVIRONMENTS[name].get("listed"):
+            options = ["--no-deps"]
         call(
             [folder / "bin" / "python", "-m", "pip", "install", "--no-input"]
             + options

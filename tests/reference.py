@@ -26,10 +26,12 @@ import torch.nn.functional as F
 __all__ = [
     "Branch",
     "ReferenceConfig",
+    "Routing",
     "attention",
     "effective_weight",
     "gpt_logits",
     "layer_norm",
+    "mixture",
     "mlp",
     "product",
     "rms_norm",
@@ -47,6 +49,21 @@ class ReferenceConfig:
     gated: bool
     rope: bool
     rope_base: float = 10000.0
+    routing: Routing | None = None
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router's logits become the weights of the chosen experts.
+
+    ``softmax``: over the chosen experts, or over all of them before the choice (``before_choice``).
+    ``sigmoid``: of each logit, divided by the sum over the chosen ones; a bias takes part in the choice only.
+    """
+
+    chosen: int
+    score: str = "softmax"
+    before_choice: bool = False
+    factor: float = 1.0
 
 
 @dataclass
@@ -153,6 +170,42 @@ def mlp(x, gate, up, down, gated):
     return down(F.silu(gate(x)) * up(x)) if gated else down(F.gelu(up(x)))
 
 
+def mixture(x, router, experts, shared, shared_gate, bias, gated, routing):
+    """Mixture of experts of [sequence, hidden], token by token, no token dropped.
+
+    Args:
+        x: Output of the pre-MLP norm, before any input scale.
+        router: Branch to one logit per expert.
+        experts: For each expert a dict of the branches ``gate`` (where gated), ``up``, ``down``.
+        shared: The same for the shared expert, None where there is none.
+        shared_gate: Branch to one number, whose sigmoid multiplies the shared expert's output, or None.
+        bias: [experts] added to the scores for the choice, or None.
+        gated: SwiGLU.
+        routing: Kind of scores.
+    """
+    logits = router(x)
+    rows = []
+    for token, logit in zip(x, logits):
+        if routing.score == "sigmoid":
+            score = torch.sigmoid(logit)
+            choice = (score if bias is None else score + bias).topk(routing.chosen).indices
+            weights = score[choice]
+            if routing.chosen > 1:
+                weights = weights / weights.sum()
+        else:
+            choice = logit.topk(routing.chosen).indices
+            weights = logit.softmax(-1)[choice] if routing.before_choice else logit[choice].softmax(-1)
+        outputs = [
+            mlp(token, experts[e].get("gate"), experts[e]["up"], experts[e]["down"], gated) for e in choice
+        ]
+        rows.append(sum(routing.factor * weight * output for weight, output in zip(weights, outputs)))
+    y = torch.stack(rows)
+    if shared is not None:
+        always = mlp(x, shared.get("gate"), shared["up"], shared["down"], gated)
+        y = y + (always if shared_gate is None else always * torch.sigmoid(shared_gate(x)))
+    return y
+
+
 def gpt_logits(tokens, params, config):
     """Logits [sequence, vocabulary] of one sequence.
 
@@ -176,5 +229,10 @@ def gpt_logits(tokens, params, config):
             layer.get("head_norms"),
             layer.get("output_gate"),
         )
-        x = x + mlp(layer["mlp_norm"](x), layer.get("gate"), layer["up"], layer["down"], config.gated)
+        normalized = layer["mlp_norm"](x)
+        if "router" in layer:
+            names = ("router", "experts", "shared", "shared_gate", "bias")
+            x = x + mixture(normalized, *map(layer.get, names), config.gated, config.routing)
+        else:
+            x = x + mlp(normalized, layer.get("gate"), layer["up"], layer["down"], config.gated)
     return params["final"](x) @ params["head"].T

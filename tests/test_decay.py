@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_scalevec.decay import decays, with_decaying_vectors
+from megatron_scalevec.decay import decays, no_weight_decay_cond, with_decaying_vectors
 from megatron_scalevec.vectors import VectorInfo, set_role
 
 # role, is a vector of the strategy -> decays under split, all, none (None: Megatron's rule decides)
@@ -64,6 +64,66 @@ def test_rules_of_megatron_with_the_policy(policy, decaying):
     assert len(found) == len(decaying)
 
 
+@pytest.mark.parametrize("policy", ["stock", "split", "all", "none"])
+def test_the_condition_form_says_the_same(policy):
+    """For callers that hand a function of name and parameter to Megatron."""
+    from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
+
+    overrides = with_decaying_vectors(get_standard_config_overrides(OptimizerConfig()), policy)
+    does_not_decay = no_weight_decay_cond(policy)
+    for name, param in _parameters().items():
+        assert does_not_decay(name, param) == any(key.matches(param, name) for key in overrides), name
+
+
+def test_the_condition_form_without_megatron():
+    """In a process of its own, where Megatron cannot even be imported."""
+    import subprocess
+    import sys
+
+    code = """
+import sys
+sys.modules["megatron"] = None
+import torch
+from megatron_scalevec.decay import no_weight_decay_cond
+from megatron_scalevec.vectors import VectorInfo, add_vector
+
+linear = torch.nn.Linear(3, 2)
+info = VectorInfo("mlp", "up", "in", 1, "linear", "unit")
+add_vector(linear, "gamma_in_up", torch.ones(3), info, "input", like=linear.weight)
+condition = no_weight_decay_cond("split")
+assert {n: condition(n, p) for n, p in linear.named_parameters()} == {
+    "weight": False, "bias": True, "gamma_in_up_magnitude": False, "gamma_in_up_direction": True
+}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_condition_form_of_an_unknown_policy():
+    with pytest.raises(ValueError, match="unknown weight-decay policy 'sometimes'"):
+        no_weight_decay_cond("sometimes")
+
+
+def test_what_a_rule_says_besides_decay_holds_for_decaying_vectors_too():
+    """And two rules of one kind stay two."""
+    from megatron.core.optimizer import ParamKey
+
+    rules = {
+        ParamKey(name="*.gamma_in_*"): {"wd_mult": 0.0, "max_lr": 0.1},
+        ParamKey(name="*.bias"): {"wd_mult": 0.0},
+    }
+    ours = with_decaying_vectors(rules, "split")
+    parameters = _parameters()
+
+    def merged(end):
+        [name] = [name for name in parameters if name.endswith(end)]
+        found = [rule for key, rule in ours.items() if key.matches(parameters[name], name)]
+        return {field: value for rule in found for field, value in rule.items()}
+
+    assert merged("gamma_in_up") == {"max_lr": 0.1}
+    assert merged("bias") == {"wd_mult": 0.0} == merged("q_layernorm.weight")
+    assert merged("fc1.weight") == {}
+
+
 def test_a_second_rule_beside_the_standard_one_is_what_megatron_refuses():
     """The reason for replacing the rule instead of adding one."""
     from megatron.core.optimizer_param_scheduler import (
@@ -81,7 +141,7 @@ def test_other_overrides_stay_as_they_are():
     config = OptimizerConfig(decoupled_lr=0.1, lr=0.2)
     standard = get_standard_config_overrides(config)
     ours = with_decaying_vectors(standard, "split")
-    assert list(ours.values()) == list(standard.values())
+    assert list(ours.values()) == [*standard.values(), {"wd_mult": 0.0}]
     kept = [key for key in standard if key in ours]
     assert len(kept) == 1 and standard[kept[0]].get("max_lr") == 0.1
 

@@ -12,15 +12,16 @@ pytestmark = pytest.mark.needs_training
 DISTRIBUTED = ["--use-distributed-optimizer"]
 OVERLAP = [*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather"]
 RESHARDABLE = [*DISTRIBUTED, "--dist-ckpt-optim-fully-reshardable"]
-DP = ["--scalevec-strategy", "dp"]  # nothing of it is left in the forward pass
-FOLDABLE = ["--scalevec-strategy", "unified-foldable"]
+IN_OPTIMIZER = ["--scalevec-execution", "optimizer"]
+DP = ["--scalevec-strategy", "dp", *IN_OPTIMIZER]  # nothing of it is left in the forward pass
+FOLDABLE = ["--scalevec-strategy", "unified-foldable", *IN_OPTIMIZER]
 
 
 def _modes(ranks, layout, *flags, strategy="unified", job="train_unrounded"):
     world_size, arguments = LAYOUTS[layout]
     argv = tiny_gpt("llama", "--bf16", *arguments, *flags, "--scalevec-strategy", strategy)
     autograd = ranks.run(job, world_size, argv=[*argv, "--scalevec-execution", "autograd"])[-1]
-    optimizer = ranks.run(job, world_size, argv=argv)[-1]
+    optimizer = ranks.run(job, world_size, argv=[*argv, *IN_OPTIMIZER])[-1]
     assert autograd["audit"]["execution"] == "autograd"
     assert optimizer["audit"]["execution"] == "optimizer"
     return optimizer, autograd

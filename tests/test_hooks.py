@@ -74,6 +74,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
     """Entry by entry, on the arguments alone."""
     from types import SimpleNamespace
 
+    from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
     from megatron_scalevec import ScaleVecConfig, ScaleVecError
@@ -85,7 +86,15 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "grouped-dense-mlp": {"use_grouped_gemm_for_dense_mlp": True},
         "communication-overlap": {"tp_comm_overlap": True},
         "activation-offload": {"cpu_offloading_num_layers": 2},
-        "experts": {"num_experts": 8},
+        "experts-legacy-grouped": {"num_experts": 8, "moe_grouped_gemm": True},
+        "experts-single-weight": {"num_experts": 8, "moe_single_grouped_weight": True},
+        "experts-interleaved": {"num_experts": 8, "moe_mlp_glu_interleave_size": 32},
+        "experts-latent": {"num_experts": 8, "moe_latent_size": 64},
+        "experts-fused-shared": {"num_experts": 8, "use_grouped_gemm_for_shared_expert": True},
+        "experts-overlap": {"num_experts": 8, "moe_shared_expert_overlap": True},
+        "experts-stash": {"num_experts": 8, "moe_paged_stash": True},
+        "experts-upcycling": {"num_experts": 8, "moe_use_upcycling": True},
+        "experts-tensor-parallel": {"num_experts": 8, "expert_tensor_parallel_size": 2},
         "latent-attention": {"multi_latent_attention": True},
         "heterogeneous": {"heterogeneous_layers_config_path": "x.json"},
         "experimental-attention": {"experimental_attention_variant": "dsa"},
@@ -93,11 +102,14 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "legacy-models": {"use_legacy_models": True},
         "fsdp": {"use_megatron_fsdp": True},
         "fp8-fp4": {"fp8": "hybrid"},
-        "optimizer": {"optimizer": "muon"},
+        "optimizer": {"optimizer": "shampoo"},
+        "layer-wise-float32": {"optimizer": "muon", "use_distributed_optimizer": True},
+        "soap-checkpoints": {"optimizer": "soap", "save": "folder"},
         "optimizer-cpu-offload": {"optimizer_cpu_offload": True},
         "precision-aware-optimizer": {"use_precision_aware_optimizer": True},
         "wd-on-qk-norms": {"apply_wd_to_qk_layernorm": True},
         "kitchen": {"use_kitchen": True},
+        "adapters": {"peft": "lora"},
         "modelopt": {"modelopt_enabled": True},
         "cuda-graphs": {"cuda_graph_impl": "local"},
         "weight-rematerialization": {"gtp_weight_remat_size": 2},
@@ -123,7 +135,8 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         refuse_unsupported(accepted, hg, Version("0.19.2"))
     for refusal in REFUSALS:
         args = SimpleNamespace(**{**fine, **triggers[refusal.name]})
-        version = Version("0.18.2" if refusal.versions else "0.19.2")
+        versions = ("0.16.1", "0.18.2", "0.19.2")
+        version = next(v for v in map(Version, reversed(versions)) if v in SpecifierSet(refusal.versions))
         refuse_unsupported(args, ScaleVecConfig(), version)
         with pytest.raises(ScaleVecError) as caught:
             refuse_unsupported(args, configs.get(refusal.name, hg), version)
@@ -135,7 +148,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--num-experts", "2"],
+        ["--num-experts", "2", "--moe-use-upcycling"],
         ["--qk-clip"],
         ["--apply-wd-to-qk-layernorm"],
     ],
@@ -156,6 +169,7 @@ def test_flags_are_frozen():
     assert options() == [
         "--scalevec-strategy",
         "--scalevec-branches",
+        "--scalevec-experts",
         "--scalevec-placement",
         "--scalevec-reparam",
         "--scalevec-weight-decay",
@@ -166,6 +180,7 @@ def test_flags_are_frozen():
         "--scalevec-lr-mult",
         "--scalevec-sites",
         "--scalevec-audit",
+        "--scalevec-debug-replicas",
         "--scalevec-cpu",
     ]
 

@@ -125,7 +125,7 @@ def test_no_file_names_an_index_or_a_path_of_one_machine():
 
 # CI
 
-LEGS = ["lint", "test", "test-light", "test-te", "demo"]
+LEGS = ["lint", "lint-shell", "test", "test-patches", "test-light", "test-te", "demo"]
 
 
 def run_ci(tmp_path: Path, failing: dict[str, int]) -> tuple[subprocess.CompletedProcess, list]:

@@ -49,3 +49,12 @@ def test_a_wrong_name_in_the_file_is_an_error_with_the_valid_ones(parse):
 def test_a_misspelt_key_in_the_file_is_an_error(parse):
     found = parse("scalevec_stratgy: hg\n")
     assert "scalevec_stratgy" in found["error"] and "scalevec_strategy" in found["error"]
+
+
+@pytest.mark.parametrize(("value", "found"), [("3", 3), ("often", None), ("0", None)])
+def test_a_number_of_steps_in_the_file(parse, value, found):
+    result = parse(f"scalevec_debug_replicas: {value}\n")
+    if found is None:
+        assert "scalevec_debug_replicas in" in result["error"] and "not a number of steps" in result["error"]
+    else:
+        assert result["scalevec_debug_replicas"] == found

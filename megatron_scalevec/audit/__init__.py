@@ -14,16 +14,22 @@ from typing import Any
 
 import torch
 
-from megatron_scalevec.audit.chunks import is_copy, unsharded_numel, unwrap
+from megatron_scalevec.audit.chunks import expert_ranks, is_copy, unsharded_numel, unwrap
 from megatron_scalevec.audit.expected import Expectation, Share, expectation
-from megatron_scalevec.audit.groups import check_decay, groups_of_parameters
+from megatron_scalevec.audit.experts import experts_note
+from megatron_scalevec.audit.groups import (
+    GroupOfParameter,
+    check_group,
+    check_identities,
+    groups_of_parameters,
+)
 from megatron_scalevec.audit.record import Audit, DecayGroup, Vector, kind_of
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert import applied_config, parameter_roles
 from megatron_scalevec.decay import param_decays
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.folds import folds_of
-from megatron_scalevec.layers.linear import FoldedLinear
+from megatron_scalevec.layers.common import Folded
 from megatron_scalevec.pending import pending_config
 from megatron_scalevec.vectors import role_of, vector_info, was_added
 from megatron_scalevec.versions import megatron_version
@@ -36,6 +42,7 @@ __all__ = [
     "Vector",
     "audit",
     "audit_of_records",
+    "expert_ranks",
     "expectation",
     "is_copy",
     "rank_record",
@@ -63,8 +70,9 @@ def audit(
 
     Raises:
         ScaleVecError: A chunk carries another strategy than the one asked for, a vector's decay in the
-            optimizer is not what its class says, the optimizer does not fold the model's weights although
-            it is to, or what was built differs from what was expected.
+            optimizer is not what its class says, two of the optimizer's groups cannot be told apart, the
+            optimizer does not fold the model's weights although it is to, or what was built differs from what
+            was expected.
     """
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     config = config or applied_config(chunks[0])
@@ -87,9 +95,11 @@ def audit(
                 f"{built.describe() if built else 'no scale vectors'}, but {config.describe()} was asked "
                 "for: the model is of a kind that the flag does not reach."
             )
+    groups = None
     if optimizer is not None:
         _require_folding(chunks, optimizer)
-    groups = groups_of_parameters(chunks, optimizer) if optimizer is not None else None
+        check_identities(optimizer)
+        groups = groups_of_parameters(chunks, optimizer)
     records = _gather_over_pipeline(rank_record(chunks, config, groups))
     built = dataclasses.replace(config, execution=applied_config(chunks[0]).execution)
     result = audit_of_records(records, built, unwrap(chunks[0]).config, reason=reason)
@@ -124,61 +134,68 @@ def _require_folding(chunks: list[torch.nn.Module], optimizer: Any) -> None:
 def rank_record(
     chunks: list[torch.nn.Module],
     config: ScaleVecConfig,
-    groups: dict[int, tuple[float, float]] | None = None,
+    groups: dict[int, GroupOfParameter] | None = None,
 ) -> dict[str, Any]:
-    """What this rank alone holds, for :func:`audit_of_records`; nothing collective.
+    """What this rank holds, for :func:`audit_of_records`; nothing collective.
+
+    Experts count for all expert-parallel ranks, each of which looks at its own and expects the same.
 
     Args:
         chunks: The rank's model chunks.
         config: The strategy they were given.
-        groups: ``id`` of every trainable parameter to (weight-decay multiplier, learning rate).
+        groups: ``id`` of every trainable parameter to what is known of its group.
 
     Raises:
-        ScaleVecError: A vector's decay is not what its class says.
+        ScaleVecError: A vector's decay or optimizer is not what its class says.
     """
-    vectors, retired, linears, stock, added, retired_numel = [], 0, 0, 0, 0, 0
+    vectors: dict[str, Vector] = {}
+    counted: Counter = Counter()
+    retired, linears, stock, added, retired_numel = 0, 0, 0, 0, 0
     for chunk in chunks:
         root = unwrap(chunk)
         parameter_roles(root)
-        linears += sum(isinstance(m, FoldedLinear) for m in root.modules())
+        for module in root.modules():
+            if isinstance(module, Folded):
+                linears += sum(expert_ranks(weight) for weight in module.scaled_weights())
         linears += len({id(fold.owner) for fold in folds_of(root)})
         for name, param in root.named_parameters():
             if was_added(param):
-                added += param.numel() if param.requires_grad else 0
+                added += unsharded_numel(param) if param.requires_grad else 0
             elif not is_copy(root, name):
                 stock += unsharded_numel(param)
                 if param.dim() == 1 and not param.requires_grad and name.endswith(_NORM_SCALES):
                     retired += 1
                     retired_numel += param.numel()
+            if groups is not None and id(param) in groups:
+                counted[groups[id(param)]] += expert_ranks(param)
             info = vector_info(param)
             if info is None:
                 continue
             wanted = bool(param_decays(param, config.weight_decay))
             if groups is not None:
-                check_decay(name, wanted, groups.get(id(param)))
-            vectors.append(
-                Vector(
-                    name=_global_name(name, info.layer),
-                    site=info.site,
-                    branch=info.branch,
-                    side=info.side,
-                    layer=info.layer,
-                    holder=info.holder,
-                    reparam=info.reparam,
-                    part=info.part,
-                    added=was_added(param),
-                    size=param.numel(),
-                    dtype=str(param.dtype).removeprefix("torch."),
-                    weight_decay_class=role_of(param),
-                    decays=wanted,
-                    tensor_parallel="replicated, gradient summed over the group"
-                    if info.holder == "linear"
-                    else "as Megatron's norms",
-                )
+                check_group(name, wanted, groups.get(id(param)))
+            vector = Vector(
+                name=_EXPERT.sub("*", _global_name(name, info.layer)),
+                site=info.site,
+                branch=info.branch,
+                side=info.side,
+                layer=info.layer,
+                holder=info.holder,
+                reparam=info.reparam,
+                part=info.part,
+                added=was_added(param),
+                size=param.numel(),
+                dtype=str(param.dtype).removeprefix("torch."),
+                weight_decay_class=role_of(param),
+                decays=wanted,
+                tensor_parallel=_TENSOR_PARALLEL[info.holder],
+                copies=expert_ranks(param),
             )
+            known = vectors.get(vector.name)
+            vectors[vector.name] = vector if known is None else vector.joined(known)
     return {
-        "vectors": vectors,
-        "groups": Counter((groups or {}).values()),
+        "vectors": list(vectors.values()),
+        "groups": counted,
         "retired": retired,
         "linears": linears,
         "stock": stock,
@@ -195,6 +212,16 @@ _NORM_SCALES = (
     "enorm.weight",
     "hnorm.weight",
 )
+
+
+_TENSOR_PARALLEL = {
+    "linear": "replicated, gradient summed over the group",
+    "replicated": "as the weight that every rank holds whole",
+    "norm": "as Megatron's norms",
+}
+
+# An expert's index among those of its rank, in the names of modules or of vectors.
+_EXPERT = re.compile(r"(?<=\blocal_experts\.)\d+(?=\.)|(?<=_)\d+(?=_|$)")
 
 
 def _global_name(name: str, layer: int | None) -> str:
@@ -222,7 +249,7 @@ def _merge(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
         groups.update(record["groups"])
     return {
         "vectors": [vector for record in records for vector in record["vectors"]],
-        "groups": [DecayGroup(wd, lr, tensors) for (wd, lr), tensors in sorted(groups.items())],
+        "groups": [DecayGroup(*group, tensors) for group, tensors in sorted(groups.items())],
         **{key: sum(record[key] for record in records) for key in ("retired", "linears", "stock", "added")},
     }
 
@@ -248,17 +275,21 @@ def audit_of_records(
     merged = _merge(records)
     expected = expectation(config, model_config, share)
     vectors = tuple(merged["vectors"])
-    built = Counter(map(kind_of, vectors))
+    built: Counter = Counter()
+    for vector in vectors:
+        built[kind_of(vector)] += vector.copies
     notes = []
     if config.placement == "dual-norm":
         normalized = [branch for branch in ("q", "k", "v") if branch not in config.branches_off]
         notes.append(f"dual-norm: {', '.join(normalized)} are normalized per head; everything else gets dual")
+    notes += experts_note(config, model_config, vectors)
     if config.branches_off:
         notes.append(f"without scale vectors: {', '.join(config.branches_off)}")
     return Audit(
         strategy=config.strategy,
         components={
             "branches": config.branches,
+            "experts": config.experts,
             "placement": config.placement,
             "reparam": config.reparam,
             "weight_decay": config.weight_decay,

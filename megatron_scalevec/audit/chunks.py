@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["is_copy", "unsharded_numel", "unwrap"]
+__all__ = ["expert_ranks", "is_copy", "unsharded_numel", "unwrap"]
 
 
 def is_copy(chunk: torch.nn.Module, name: str) -> bool:
@@ -18,6 +18,15 @@ def is_copy(chunk: torch.nn.Module, name: str) -> bool:
     return name.startswith("embedding.") and not chunk.pre_process
 
 
+def expert_ranks(param: torch.nn.Parameter) -> int:
+    """Number of expert-parallel ranks that hold such a parameter for other experts; 1 outside of experts."""
+    from megatron.core import parallel_state
+
+    if getattr(param, "allreduce", True):
+        return 1
+    return parallel_state.get_expert_model_parallel_world_size()
+
+
 def unsharded_numel(param: torch.nn.Parameter) -> int:
     """Size over all tensor- and expert-parallel ranks. A retired norm scale counts: stock trains it."""
     from megatron.core import parallel_state
@@ -26,7 +35,7 @@ def unsharded_numel(param: torch.nn.Parameter) -> int:
     if getattr(param, "allreduce", True):
         return param.numel() * (parallel_state.get_tensor_model_parallel_world_size() if sharded else 1)
     shards = parallel_state.get_expert_tensor_parallel_world_size() if sharded else 1
-    return param.numel() * shards * parallel_state.get_expert_model_parallel_world_size()
+    return param.numel() * shards * expert_ranks(param)
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:

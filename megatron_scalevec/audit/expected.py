@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from megatron_scalevec.audit.chunks import unwrap
 from megatron_scalevec.config import ScaleVecConfig
-from megatron_scalevec.convert import branches_at
+from megatron_scalevec.convert.branches import has_experts, maps_of_layer
 from megatron_scalevec.reparam import get_reparameterization
 
 __all__ = ["Expectation", "Share", "expectation"]
@@ -27,9 +28,12 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a model that is looked at."""
+    """The part of a model that is looked at.
 
-    layers: int
+    ``layers``: numbers of decoder layers, counted from 1 over the whole pipeline.
+    """
+
+    layers: tuple[int, ...]
     mtp_layers: int
     final_norm: bool
 
@@ -40,7 +44,7 @@ class Share:
         # A repeated MTP layer is one layer, used several times.
         if mtp and getattr(model_config, "mtp_use_repeated_layer", False):
             mtp = 1
-        return cls(model_config.num_layers, mtp, True)
+        return cls(tuple(range(1, model_config.num_layers + 1)), mtp, True)
 
     @classmethod
     def held_by(cls, chunks: Iterable[torch.nn.Module]) -> Share:
@@ -48,7 +52,7 @@ class Share:
         decoders = [unwrap(chunk).decoder for chunk in chunks]
         mtp = [getattr(unwrap(chunk), "mtp", None) for chunk in chunks]
         return cls(
-            sum(len(decoder.layers) for decoder in decoders),
+            tuple(layer.layer_number for decoder in decoders for layer in decoder.layers),
             sum(len(block.layers) for block in mtp if block is not None),
             any(getattr(decoder, "final_layernorm", None) is not None for decoder in decoders),
         )
@@ -60,54 +64,48 @@ def expectation(config: ScaleVecConfig, model_config: Any, share: Share | None =
     Args:
         config: The strategy.
         model_config: Megatron's ``TransformerConfig``.
-        share: The part of the model; by default all of it, MTP layers included.
+        share: The part of the model; by default all of it, MTP layers included. Experts of other
+            expert-parallel ranks belong to it.
     """
     share = share or Share.whole(model_config)
-    mtp = share.mtp_layers
-    layers = share.layers + mtp
+    kinds = Counter(has_experts(model_config, layer) for layer in share.layers)
+    # Layers of multi-token prediction are of the kind of the last decoder layer.
+    kinds[has_experts(model_config, model_config.num_layers)] += share.mtp_layers
+    vectors: Counter[str] = Counter()
+    linears = retired = 0
     zero_centered = bool(getattr(model_config, "layernorm_zero_centered_gamma", False))
-    branches_of = branches_at(config, model_config)
-    shared = config.branches == "shared"
-    vectors: dict[str, int] = {}
+    moves = config.removes_norm_scale or zero_centered
 
     def count(site: str, branch: str, side: str, number: int) -> None:
         for part in get_reparameterization(config.reparam).parts if number else ():
-            vectors[f"{site} {branch} {side} {part.suffix}".rstrip()] = number
+            vectors[f"{site} {branch} {side} {part.suffix}".rstrip()] += number
 
-    moves = config.removes_norm_scale or zero_centered
-    linears = 0
-    for site, all_branches in branches_of.items():
-        if site == "projections" or config.placement is None:
-            continue
-        branches = [branch for branch in all_branches if branch not in config.branches_off]
-        if config.has_input_scales:
-            for branch in ["shared"] if shared else branches:
-                count(site, branch, "in", layers)
-        if config.has_output_scales:
-            for branch in branches:
-                count(site, branch, "out", layers)
-        behind_norms = config.placement == "dual-norm" and site == "attention"
-        out_on_linear = [b for b in branches if not (behind_norms and b in ("q", "k", "v"))]
-        in_on_linear = config.has_input_scales and (moves if shared else bool(branches))
-        if in_on_linear or (config.has_output_scales and out_on_linear):
-            linears += layers
-    if config.placement is not None:
-        for branch in branches_of.get("projections", ()):
-            if branch in config.branches_off:
-                continue
-            linears += layers
-            if config.has_input_scales:
-                count("projections", branch, "in", layers)
-            if config.has_output_scales:
-                count("projections", branch, "out", layers)
-    retired = 0
-    if config.active:
-        sites = len({"attention", "mlp"} & set(config.sites))
-        retired += layers * sites * moves
+    for experts, layers in sorted(kinds.items()):
+        for site, maps in maps_of_layer(config, model_config, experts=experts).items():
+            fed = site != "projections"
+            shared = fed and config.branches == "shared" and config.has_input_scales
+            if shared:
+                count(site, "shared", "in", layers)
+            retired += layers * bool(fed and config.active and moves)
+            for kind in maps if config.placement is not None else ():
+                branches = [branch for branch in kind.branches if branch not in config.branches_off]
+                for branch in branches:
+                    if config.has_input_scales and not shared:
+                        count(site, branch, "in", layers * kind.vectors)
+                    if config.has_output_scales:
+                        count(site, branch, "out", layers * kind.vectors)
+                normalized = config.placement == "dual-norm" and site == "attention"
+                out_on_linear = [b for b in branches if not (normalized and b in ("q", "k", "v"))]
+                # Where several maps are fed by one norm, a scale they share stays there.
+                in_on_linear = moves and not (experts and site == "mlp") if shared else bool(branches)
+                on_linear = (config.has_input_scales and in_on_linear) or (
+                    config.has_output_scales and out_on_linear
+                )
+                linears += layers * kind.weights * bool(on_linear)
     # The head's norm keeps its scale unless it is removed, or moves into another form.
     leaves = config.placement is None or not config.plain or zero_centered
     for site, branches, number in (
-        ("mtp", ("enorm", "hnorm", "final_layernorm"), mtp),
+        ("mtp", ("enorm", "hnorm", "final_layernorm"), share.mtp_layers),
         ("head", ("logits",), int(share.final_norm)),
     ):
         if site in config.sites and number:
@@ -115,4 +113,4 @@ def expectation(config: ScaleVecConfig, model_config: Any, share: Share | None =
             if config.placement is not None:
                 for branch in branches:
                     count(site, branch, "in", number)
-    return Expectation(vectors, linears, retired)
+    return Expectation(dict(vectors), linears, retired)

@@ -18,7 +18,7 @@ __all__ = ["Audit", "DecayGroup", "Vector", "kind_of"]
 
 @dataclass(frozen=True)
 class Vector:
-    """One scale vector as built."""
+    """One scale vector as built; those of a layer's experts are one record."""
 
     name: str
     site: str
@@ -34,6 +34,17 @@ class Vector:
     weight_decay_class: str
     decays: bool
     tensor_parallel: str
+    copies: int = 1  # of the same kind in the layer, one for each expert
+
+    def joined(self, other: Vector) -> Vector:
+        """Both as one record: vectors of two experts that differ in nothing else.
+
+        Raises:
+            ScaleVecError: They differ.
+        """
+        if dataclasses.replace(self, copies=other.copies) != other:
+            raise ScaleVecError(f"the scale vectors {self.name} are not of one kind: {self} and {other}.")
+        return dataclasses.replace(self, copies=self.copies + other.copies)
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,7 @@ class DecayGroup:
 
     weight_decay_multiplier: float
     max_learning_rate: float
+    optimizer: str
     tensors: int
 
 
@@ -162,8 +174,10 @@ class Audit:
             Console(file=out, width=110, color_system=None).print(table)
         else:
             out.write(f"scale vectors: {self.strategy}\n  no vectors: the Input-Norms have no scale\n")
+        several = len({group.optimizer for group in self.decay_groups}) > 1
         groups = "; ".join(
-            f"wd x{group.weight_decay_multiplier:g}, lr {group.max_learning_rate:g}: {group.tensors} tensors"
+            f"wd x{group.weight_decay_multiplier:g}, lr {group.max_learning_rate:g}"
+            f"{f', {group.optimizer}' if several else ''}: {group.tensors} tensors"
             for group in self.decay_groups
         )
         return (

@@ -14,22 +14,28 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
+from megatron_scalevec.checkpoint.guard import protect
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert.branches import branches_at, refuse_unknown_branches
+from megatron_scalevec.convert.experts import ExpertsSite
 from megatron_scalevec.convert.roles import parameter_roles, plan_roles
 from megatron_scalevec.convert.sites import LinearSite, NormSite, find_sites
+from megatron_scalevec.decisions import SHARED, norm_keeps_scale, plan_linear
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.folds import folds_of, require_an_engine
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
-from megatron_scalevec.layers.linear import SHARED, leaf_class
+from megatron_scalevec.layers.linear import leaf_class
 from megatron_scalevec.layers.norm import NormHandle, head_norm, retire, scale_norm
 from megatron_scalevec.pending import released
+from megatron_scalevec.support import refuse_unsupported_experts
 from megatron_scalevec.vectors import VectorInfo, role_of, set_role
+from megatron_scalevec.versions import megatron_version
 
 __all__ = [
     "applied_config",
     "apply_scale_vectors",
     "branches_at",
+    "forget",
     "parameter_roles",
     "refuse_unknown_branches",
 ]
@@ -45,6 +51,11 @@ def applied_config(model: torch.nn.Module) -> ScaleVecConfig | None:
     ):
         model = model.module
     return getattr(model, _APPLIED_ATTRIBUTE, None)
+
+
+def forget(model: torch.nn.Module) -> None:
+    """For whoever has taken the vectors out of a model again: it is a stock model now."""
+    delattr(model, _APPLIED_ATTRIBUTE)
 
 
 def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
@@ -81,6 +92,7 @@ def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
     if getattr(model.config, _BORROWED_FLAG, False):
         _without_borrowed_norms(model)
     refuse_unknown_branches(config, model.config)
+    refuse_unsupported_experts(model.config, config, megatron_version())
     if config.weight_decay == "all" and _zero_centered(model.config):
         raise ScaleVecError(
             "--scalevec-weight-decay all would decay q/k norms, and this model stores γ − 1 (zero-centered "
@@ -95,11 +107,14 @@ def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
         if site.asked_for:
             if isinstance(site, NormSite):
                 _convert_norm_site(site, config, model.config)
+            elif isinstance(site, ExpertsSite):
+                _convert_experts_site(site, config, model.config)
             else:
                 _convert_linear_site(site, config, model.config)
     for param, role in roles:
         if param.requires_grad and role_of(param) is None:
             set_role(param, role)
+    protect(model)
     setattr(model, _APPLIED_ATTRIBUTE, config)
     if any(folds_of(model)):
         require_an_engine(model)
@@ -113,22 +128,25 @@ def _without_borrowed_norms(model: GPTModel) -> None:
             module.q_layernorm = module.k_layernorm = None
 
 
-def _check_start(site: NormSite | LinearSite, config: ScaleVecConfig, model_config) -> None:
+def _check_start(site: NormSite | LinearSite | ExpertsSite, config: ScaleVecConfig, model_config) -> None:
     """Refuse what cannot carry vectors, and a start that would change the function of a trained model."""
     if isinstance(site, LinearSite):
         leaf_class(site.linear).require_convertible(site.path, site.linear)
+    for each in site.maps if isinstance(site, ExpertsSite) else ():
+        each.check()
     if site.norm is None or site.norm.weight.is_meta:
         return
     scale, bias = _scale_of(site.norm, model_config), site.norm.bias
     if torch.all(scale == 1):
         return
-    own_linear = isinstance(site, LinearSite)
+    own_linear = not isinstance(site, NormSite)
     if not (config.has_input_scales if own_linear else config.placement is not None):
         raise ScaleVecError(
             f"the norm before {site.path} has a trained scale, which {config.strategy!r} would drop: start "
             "it from a model whose norms are at one, or use a strategy with input scales."
         )
-    off = set(config.branches_off) & set(site.row_map().branches) if own_linear else set()
+    branches = site.branches() if own_linear else ()
+    off = set(config.branches_off) & set(branches)
     if off:
         raise ScaleVecError(
             f"the norm before {site.path} has a trained scale, which --scalevec-branches-off "
@@ -171,67 +189,82 @@ def _convert_norm_site(site: NormSite, config: ScaleVecConfig, model_config) -> 
 
 
 def _own_or_kept(norm, info: VectorInfo, role, config: ScaleVecConfig, model_config, tp_group=None):
-    """Keep a norm's own parameter as the scale vector where it is one as it stands.
-
-    It is not where the vector is stored in another form or dtype, where Megatron stores γ − 1 and decay
-    would pull γ toward one, or where its gradient needs a sum that Megatron does not make.
-    """
-    decays_off_centre = _zero_centered(model_config) and role == "input"
-    if config.plain and not decays_off_centre and tp_group is None:
+    """Keep a norm's own parameter as the scale vector, or move its scale into a vector of ours."""
+    zero_centered = _zero_centered(model_config)
+    if norm_keeps_scale(config, role=role, zero_centered=zero_centered, needs_sum=tp_group is not None):
         set_role(norm.weight, role, info)
         return
     scale_norm(
         norm,
         info,
         role,
-        zero_centered=_zero_centered(model_config),
+        zero_centered=zero_centered,
         dtype=_dtype(config),
         tp_group=tp_group,
     )
 
 
-def _convert_linear_site(site: LinearSite, config: ScaleVecConfig, model_config) -> None:
-    row_map = site.row_map()
-    on = [branch for branch in row_map.branches if branch not in config.branches_off]
-    initial = torch.ones(site.channels)
-    in_branches: list[str] = []
-    if site.norm is None:
-        in_branches = on if config.has_input_scales else []
-    elif config.removes_norm_scale:
+def _convert_experts_site(site: ExpertsSite, config: ScaleVecConfig, model_config) -> None:
+    """A shared input scale stays at the norm, in whatever form: no single map could take it over."""
+    initial, scales_in = None, config.has_input_scales
+    if site.norm is not None and scales_in and config.branches == "shared":
+        info = VectorInfo(site.name, SHARED, "in", site.layer, "norm", config.reparam)
+        _own_or_kept(site.norm.owner, info, "input", config, model_config)
+        scales_in = False
+    elif site.norm is not None:
         initial = _scale_of(site.norm, model_config)
         retire(site.norm, _zero_centered(model_config))
-        if config.has_input_scales:
-            in_branches = [SHARED] if config.branches == "shared" else on
-    else:
+    for each in site.maps:
+        on = [branch for branch in each.branches() if branch not in config.branches_off]
+        in_branches, out_branches = on if scales_in else [], on if config.has_output_scales else []
+        if in_branches or out_branches:
+            each.convert(
+                site=site.name,
+                layer=site.layer,
+                in_branches=in_branches,
+                out_branches=out_branches,
+                initial_gamma_in=torch.ones(each.channels) if initial is None else initial,
+                reparam=config.reparam,
+                dtype=_dtype(config),
+            )
+
+
+def _convert_linear_site(site: LinearSite, config: ScaleVecConfig, model_config) -> None:
+    row_map = site.row_map()
+    plan = plan_linear(
+        config,
+        row_map.branches,
+        fed_by_norm=site.norm is not None,
+        zero_centered=_zero_centered(model_config),
+        has_heads=site.attention is not None,
+    )
+    initial = torch.ones(site.channels)
+    if plan.retires_norm:
+        initial = _scale_of(site.norm, model_config)
+        retire(site.norm, _zero_centered(model_config))
+    elif site.norm is not None:
         info = VectorInfo(site.name, SHARED, "in", site.layer, "norm", config.reparam)
-        if _zero_centered(model_config):
-            # Stored as γ − 1 it would decay toward one; on the linear it is γ itself.
-            initial = _scale_of(site.norm, model_config)
-            retire(site.norm, True)
-            in_branches = [SHARED]
-        else:
-            set_role(site.norm.weight, "input", info)
-    out_branches = on if config.has_output_scales else []
-    if config.placement == "dual-norm" and site.attention is not None:
-        normalized = [branch for branch in ("q", "k", "v") if branch in on]
-        _normalize_heads(site, normalized, config, model_config)
-        out_branches = [branch for branch in out_branches if branch not in normalized]
-    if in_branches or out_branches:
+        set_role(site.norm.weight, "input", info)
+    if plan.normalized:
+        _normalize_heads(site, plan.normalized, config, model_config)
+    if plan.has_vectors:
         leaf_class(site.linear).convert(
             site.linear,
             row_map,
             site=site.name,
             layer=site.layer,
-            in_branches=in_branches,
-            out_branches=out_branches,
+            in_branches=plan.in_branches,
+            out_branches=plan.out_branches,
             initial_gamma_in=initial,
             reparam=config.reparam,
             dtype=_dtype(config),
             in_optimizer=config.execution == "optimizer",
         )
+        if plan.retires_norm:
+            site.linear.scalevec_fed_by = site.norm
 
 
-def _normalize_heads(site: LinearSite, branches: list[str], config: ScaleVecConfig, model_config) -> None:
+def _normalize_heads(site: LinearSite, branches, config: ScaleVecConfig, model_config) -> None:
     """Dual-norm: a norm over each head's channels of q, k and v, with γ_out behind it, before RoPE."""
     attention = site.attention
     for branch in branches:

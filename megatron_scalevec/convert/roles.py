@@ -6,7 +6,9 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_scalevec.convert.experts import grouped_leaf_class
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.layers.linear import leaf_class
 from megatron_scalevec.vectors import role_of
@@ -44,6 +46,12 @@ def plan_roles(model: GPTModel, sites) -> list[tuple[torch.nn.Parameter, str]]:
             mark(getattr(module.core_attention, "softmax_offset", None), "stock")
         elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)) or leaf_class(module):
             mark(module.bias, "bias")
+        elif isinstance(module, TopKRouter):
+            mark(module.bias, "bias")
+        elif grouped_leaf_class(module):
+            for name, param in module.named_parameters(recurse=False):
+                if name.startswith("bias"):
+                    mark(param, "bias")
     for name, param in model.named_parameters():
         if param.dim() != 1 or not param.requires_grad:
             continue

@@ -10,11 +10,13 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_scalevec.config import ScaleVecConfig
-from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.convert.experts import ExpertsSite, find_experts
+from megatron_scalevec.convert.unknown import unknown_class
 from megatron_scalevec.fold import RowMap, fc1_row_map, qkv_row_map, whole_row_map
 from megatron_scalevec.layers.linear import leaf_class, unsharded_sizes
 from megatron_scalevec.layers.norm import NormHandle
@@ -48,8 +50,12 @@ class LinearSite:
     asked_for: bool
     attention: SelfAttention | None = None  # set where heads can be normalized
 
+    def branches(self) -> tuple[str, ...]:
+        """In the order of the weight's rows."""
+        return self.row_map().branches
 
-def find_sites(model: GPTModel, config: ScaleVecConfig) -> Iterator[NormSite | LinearSite]:
+
+def find_sites(model: GPTModel, config: ScaleVecConfig) -> Iterator[NormSite | LinearSite | ExpertsSite]:
     of_mtp: set[int] = set()
     for path, module in model.named_modules():
         if isinstance(module, MultiTokenPredictionLayer):
@@ -76,27 +82,29 @@ def find_sites(model: GPTModel, config: ScaleVecConfig) -> Iterator[NormSite | L
 
 def _layer_sites(
     path: str, layer: TransformerLayer, number: int, config: ScaleVecConfig
-) -> Iterator[LinearSite]:
+) -> Iterator[LinearSite | ExpertsSite]:
     if not isinstance(layer.cross_attention, IdentityOp):
-        raise _cannot(f"{path}.cross_attention", layer.cross_attention, "no cross-attention")
+        raise unknown_class(f"{path}.cross_attention", layer.cross_attention, "no cross-attention")
     attention, mlp = layer.self_attention, layer.mlp
-    # Subclasses compute something else from the same weights (latent attention, experts): only the
+    # Subclasses compute something else from the same weights (latent attention): only the
     # classes whose row layout is known are converted.
     if type(attention) is not SelfAttention:
-        raise _cannot(f"{path}.self_attention", attention, "megatron.core's SelfAttention")
-    if type(mlp) is not MLP:
-        raise _cannot(f"{path}.mlp", mlp, "megatron.core's dense MLP")
+        raise unknown_class(f"{path}.self_attention", attention, "megatron.core's SelfAttention")
+    experts = isinstance(mlp, BaseMoELayer)
+    if type(mlp) is not MLP and not experts:
+        raise unknown_class(f"{path}.mlp", mlp, "megatron.core's dense MLP and its mixture of experts")
     for name, linear, parallel in (
         ("self_attention.linear_qkv", attention.linear_qkv, "column"),
         ("self_attention.linear_proj", attention.linear_proj, "row"),
-        ("mlp.linear_fc1", mlp.linear_fc1, "column"),
-        ("mlp.linear_fc2", mlp.linear_fc2, "row"),
+        *(() if experts else (("mlp.linear_fc1", mlp.linear_fc1, "column"),)),
+        *(() if experts else (("mlp.linear_fc2", mlp.linear_fc2, "row"),)),
     ):
         leaf = leaf_class(linear)
         if leaf is None or leaf.parallel != parallel:
-            raise _cannot(f"{path}.{name}", linear, _LINEARS[parallel])
+            raise unknown_class(f"{path}.{name}", linear, _LINEARS[parallel])
     attention_norm = _norm_handle(f"{path}.input_layernorm", layer.input_layernorm, attention.linear_qkv)
-    mlp_norm = _norm_handle(f"{path}.pre_mlp_layernorm", layer.pre_mlp_layernorm, mlp.linear_fc1)
+    fed = None if experts else mlp.linear_fc1
+    mlp_norm = _norm_handle(f"{path}.pre_mlp_layernorm", layer.pre_mlp_layernorm, fed)
     c = layer.config
 
     def group_of(linear):
@@ -134,17 +142,22 @@ def _layer_sites(
         "attention" in config.sites,
         attention,
     )
-    yield LinearSite(
-        "mlp",
-        f"{path}.mlp",
-        number,
-        mlp_norm,
-        mlp.linear_fc1,
-        unsharded_sizes(mlp.linear_fc1)[1],
-        fc1,
-        "mlp" in config.sites,
-    )
-    for branch, linear in (("o", attention.linear_proj), ("down", mlp.linear_fc2)):
+    projections = [("o", attention.linear_proj)]
+    if experts:
+        yield from find_experts(f"{path}.mlp", mlp, number, mlp_norm, config)
+    else:
+        projections.append(("down", mlp.linear_fc2))
+        yield LinearSite(
+            "mlp",
+            f"{path}.mlp",
+            number,
+            mlp_norm,
+            mlp.linear_fc1,
+            unsharded_sizes(mlp.linear_fc1)[1],
+            fc1,
+            "mlp" in config.sites,
+        )
+    for branch, linear in projections:
         rows, columns = unsharded_sizes(linear)
         yield LinearSite(
             "projections",
@@ -171,17 +184,9 @@ def _norm_handle(path: str, norm: torch.nn.Module, linear: torch.nn.Module | Non
     """The norm in Megatron's slot for it, or the one fused into the linear that it feeds."""
     prefix = leaf_class(linear).fused_norm if linear is not None else ""
     if prefix and not isinstance(norm, IdentityOp):
-        raise _cannot(path, norm, "no norm before a linear that has one of its own")
+        raise unknown_class(path, norm, "no norm before a linear that has one of its own")
     handle = NormHandle(linear, prefix) if prefix else NormHandle(norm)
     weight = getattr(handle.owner, f"{prefix}weight", None)
     if not isinstance(weight, torch.nn.Parameter) or weight.dim() != 1:
-        raise _cannot(path, handle.owner, "a norm with a one-dimensional weight")
+        raise unknown_class(path, handle.owner, "a norm with a one-dimensional weight")
     return handle
-
-
-def _cannot(path: str, module: torch.nn.Module, expected: str) -> ScaleVecError:
-    return ScaleVecError(
-        f"{path} is a {type(module).__module__}.{type(module).__name__}, where this version builds scale "
-        f"vectors on {expected} only; nothing was changed. Run without --scalevec-strategy, or with a "
-        "model of that kind."
-    )

@@ -1,4 +1,4 @@
-"""Which mode a run gets: inside the optimizer wherever that is proven, by autograd elsewhere.
+"""Which mode a run gets: by autograd, or inside the optimizer where that is asked for and proven.
 
 Decided on Megatron's parsed arguments, before anything is built; every reason is one line of a table.
 """
@@ -148,6 +148,12 @@ def choose_execution(args: Any, config: ScaleVecConfig) -> Choice:
     if config.execution == "autograd":
         return Choice("autograd", "as asked for; W_eff is formed in every forward pass")
     found = next((obstacle for obstacle in OBSTACLES if obstacle.applies(args, config)), None)
+    if found is None and config.execution == "auto":
+        # Proven on CPUs only; the default follows once it has been measured on GPUs.
+        return Choice(
+            "autograd",
+            "W_eff is formed in every forward pass; --scalevec-execution optimizer forms it once per step",
+        )
     if found is None:
         return Choice("optimizer", "the live weight is W_eff; W is the optimizer's fp32 master")
     if config.execution == "optimizer":

@@ -9,11 +9,26 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_scalevec.audit import Audit, Share, audit_of_records, is_copy, rank_record, unsharded_numel
+import torch
+from packaging.version import Version
+
+from megatron_scalevec.audit import (
+    Audit,
+    Share,
+    audit_of_records,
+    expert_ranks,
+    is_copy,
+    rank_record,
+    unsharded_numel,
+)
+from megatron_scalevec.audit.groups import ELEMENTWISE, GroupOfParameter
+from megatron_scalevec.cost import Cost, Holding, cost
+from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.explain.dry_run import DryRun
+from megatron_scalevec.layers.common import Folded
 from megatron_scalevec.vectors import was_added
 
-__all__ = ["Explanation", "Parameters", "Tensors", "look_at"]
+__all__ = ["Explanation", "Parameters", "Stage", "Tensors", "look_at"]
 
 _NORM_SCALE = re.compile(r"(norm\.weight|layer_norm_weight)$")
 
@@ -34,12 +49,27 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Tensors:
-    """All parameters of one name, over the layers of the whole model."""
+    """All parameters of one name, over the layers and experts of the whole model."""
 
     name: str
     tensors: int
     decays: bool
     added: bool
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rank of a pipeline stage; the others of the stage hold tensors of the same sizes.
+
+    ``costs``: by execution mode, empty where nothing is folded.
+    """
+
+    rank: int
+    layers: str
+    parameters: Parameters
+    linears: int
+    in_flight: float
+    costs: dict[str, Cost]
 
 
 @dataclass(frozen=True)
@@ -55,6 +85,8 @@ class Explanation:
     parameters: Parameters
     parameters_on_rank: Parameters
     weight_decay: tuple[Tensors, ...]
+    stages: tuple[Stage, ...]
+    ranks_built: int
     notes: tuple[str, ...]
 
     def problems(self) -> list[str]:
@@ -72,7 +104,8 @@ class Explanation:
             numbers = asdict(getattr(self, key))
             percent = {f"{name}_percent": percent_of(numbers[name], numbers["stock"]) for name in numbers}
             record[key] = {**numbers, **{k: v for k, v in percent.items() if k != "stock_percent"}}
-        record["weight_decay"] = [asdict(row) for row in self.weight_decay]
+        for key in ("weight_decay", "stages"):
+            record[key] = [asdict(row) for row in getattr(self, key)]
         return json.dumps(record, indent=2, sort_keys=True)
 
 
@@ -81,23 +114,40 @@ def percent_of(part: int, whole: int) -> float:
     return round(100.0 * part / whole, 6) if whole else 0.0
 
 
-def look_at(run: DryRun) -> Explanation:
-    """Build every stage of the rank's pipeline in turn, and the rank itself last."""
+def look_at(run: DryRun, *, every_rank: bool = False, bytes_per_second: float = 0.0) -> Explanation:
+    """Build every stage of the rank's pipeline in turn, and the rank itself last.
+
+    Args:
+        run: What a launch line asks for.
+        every_rank: Build all ranks of one copy of the model, not one of each stage.
+        bytes_per_second: Memory bandwidth, for the time of folds.
+
+    Raises:
+        ScaleVecError: Two ranks of a stage hold different numbers of parameters.
+    """
     config = run.session.config
     run.enter(run.rank)
     pipeline = run.pipeline()
+    others = run.copy_of_the_model() if every_rank else []
     own: dict[str, Any] = {}
     records, rows, total = [], Counter(), Parameters(0, 0, 0)
+    stages: dict[int, Stage] = {}
     for rank in [*(r for r in pipeline if r != run.rank), run.rank]:
         run.enter(rank)
         chunks = run.build()
         groups = _decay_groups(run, chunks)
         record = rank_record(chunks, config, groups) if config.active else None
-        records.append((pipeline.index(rank), record))
+        place = pipeline.index(rank)
+        records.append((place, record))
         total += _count(chunks, whole=True)
         rows.update(_rows(chunks, groups))
+        stages[place] = _stage(run, rank, chunks, bytes_per_second)
         if rank == run.rank:
             own = {"chunks": chunks, "record": record, "place": _place(chunks)}
+    for rank in others:
+        if rank not in pipeline:
+            _compare_with_stage(run, rank, stages)
+            run.enter(run.rank)
     model_config = own["chunks"][0].config
     whole = this_rank = None
     if config.active:
@@ -118,8 +168,60 @@ def look_at(run: DryRun) -> Explanation:
         weight_decay=tuple(
             Tensors(name, tensors, decays, added) for (name, decays, added), tensors in sorted(rows.items())
         ),
+        stages=tuple(stage for _, stage in sorted(stages.items())),
+        ranks_built=len({*pipeline, *others}),
         notes=tuple(run.notes),
     )
+
+
+def _stage(run: DryRun, rank: int, chunks: list[Any], bytes_per_second: float) -> Stage:
+    holding = _holding(chunks)
+    schedule = run.schedule()
+    costs = {}
+    if holding.weights and bytes_per_second:
+        costs = {mode: cost(holding, schedule, mode, bytes_per_second) for mode in ("autograd", "optimizer")}
+    return Stage(
+        rank=rank,
+        layers=_layers(chunks),
+        parameters=_count(chunks, whole=False),
+        linears=sum(
+            len(module.scaled_weights())
+            for chunk in chunks
+            for module in chunk.modules()
+            if isinstance(module, Folded)
+        ),
+        in_flight=schedule.in_flight,
+        costs=costs,
+    )
+
+
+def _compare_with_stage(run: DryRun, rank: int, stages: dict[int, Stage]) -> None:
+    run.enter(rank)
+    stage = stages[run.pipeline().index(rank)]
+    found = _count(run.build(), whole=False)
+    if found != stage.parameters:
+        raise ScaleVecError(
+            f"rank {rank} holds {found} and rank {stage.rank} of the same pipeline stage {stage.parameters}: "
+            "the layout does not divide the model evenly."
+        )
+
+
+def _holding(chunks: Iterable[Any]) -> Holding:
+    """What the rank folds and what it gains, for the cost formulas."""
+    weights = rows = weight_bytes = vectors = vector_bytes = retired = 0
+    for chunk in chunks:
+        for module in chunk.modules():
+            for weight in module.scaled_weights() if isinstance(module, Folded) else ():
+                weights += weight.numel()
+                rows += weight.shape[0]
+                weight_bytes = max(weight_bytes, weight.element_size())
+        for name, param in chunk.named_parameters():
+            if was_added(param) and param.requires_grad:
+                vectors += param.numel()
+                vector_bytes = max(vector_bytes, param.element_size())
+            elif not param.requires_grad and param.dim() == 1 and _NORM_SCALE.search(name):
+                retired += param.numel()
+    return Holding(weights, rows, weight_bytes, vectors, vector_bytes, retired)
 
 
 def _count(chunks: Iterable[Any], *, whole: bool) -> Parameters:
@@ -140,7 +242,7 @@ def _count(chunks: Iterable[Any], *, whole: bool) -> Parameters:
     return Parameters(stock, added, norm_scales)
 
 
-def _decay_groups(run: DryRun, chunks: Iterable[Any]) -> dict[int, tuple[float, float]]:
+def _decay_groups(run: DryRun, chunks: Iterable[Any]) -> dict[int, GroupOfParameter]:
     """What Megatron's optimizer would do with each parameter, by its own rules and our hook on them."""
     from megatron.core.optimizer import combine_param_group_overrides
     from megatron.training.training import get_megatron_optimizer_config
@@ -152,20 +254,35 @@ def _decay_groups(run: DryRun, chunks: Iterable[Any]) -> dict[int, tuple[float, 
             if param.requires_grad:
                 matching = [override for key, override in overrides.items() if key.matches(param, name)]
                 merged = combine_param_group_overrides(matching) if matching else {}
-                groups[id(param)] = (
+                groups[id(param)] = GroupOfParameter(
                     float(merged.get("wd_mult", 1.0)),
                     float(merged.get("max_lr", config.lr) or 0.0),
+                    _optimizer_of(param, config, run.session.version),
                 )
     return groups
 
 
-def _rows(chunks: Iterable[Any], groups: dict[int, tuple[float, float]]) -> Counter:
+def _optimizer_of(param: torch.nn.Parameter, config: Any, version: Version) -> str:
+    """The name of the optimizer that Megatron hands a parameter to."""
+    name = config.optimizer.removeprefix("dist_")
+    # From 0.18 on Lion takes the way of the optimizers for matrices, in which it leaves the rest to Adam.
+    if name in ELEMENTWISE and (name != "lion" or version < Version("0.18.0")):
+        return name
+    matrix = param.dim() == 2 and not getattr(param, "is_embedding_or_output_parameter", False)
+    if matrix:
+        return name
+    return getattr(config, "muon_scalar_optimizer", "adam") if "muon" in name else "adam"
+
+
+def _rows(chunks: Iterable[Any], groups: dict[int, GroupOfParameter]) -> Counter:
     rows: Counter = Counter()
     for chunk in chunks:
         for name, param in chunk.named_parameters():
             if id(param) in groups:
+                # Layers and experts by number; a grouped linear numbers its parameters instead.
                 kind = re.sub(r"\.\d+(?=\.)", ".*", name)
-                rows[kind, groups[id(param)][0] != 0.0, was_added(param)] += 1
+                kind = re.sub(r"(?<=\.weight)\d+$|(?<=\.bias)\d+$|(?<=_)\d+(?=_|$)", "*", kind)
+                rows[kind, groups[id(param)].weight_decay != 0.0, was_added(param)] += expert_ranks(param)
     return rows
 
 
@@ -185,9 +302,12 @@ def _place(chunks: list[Any]) -> dict[str, str]:
         ("data", state.get_data_parallel_rank(), state.get_data_parallel_world_size()),
     ):
         place[name] = f"{rank} of {size}"
-    layers = [layer.layer_number for chunk in chunks for layer in chunk.decoder.layers]
-    place["layers"] = _spans(layers)
+    place["layers"] = _layers(chunks)
     return place
+
+
+def _layers(chunks: Iterable[Any]) -> str:
+    return _spans([layer.layer_number for chunk in chunks for layer in chunk.decoder.layers])
 
 
 def _spans(numbers: list[int]) -> str:

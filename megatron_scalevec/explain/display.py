@@ -14,7 +14,7 @@ from megatron_scalevec.support import REFUSALS
 if TYPE_CHECKING:  # imports Megatron
     from megatron_scalevec.explain.contents import Explanation, Parameters
 
-__all__ = ["support_as_json", "support_table", "text"]
+__all__ = ["comparison_table", "in_bytes", "support_as_json", "support_table", "text"]
 
 
 def text(found: Explanation) -> str:
@@ -31,7 +31,7 @@ def text(found: Explanation) -> str:
     parts += ["", f"Rank {found.rank} of {found.world_size}: {place}"]
     if found.this_rank is not None and found.place["pipeline"] != "0 of 1":
         parts += ["", found.this_rank.table().split("\n  parameters")[0]]
-    parts += ["", _decay_table(found)]
+    parts += ["", _decay_table(found), "", _stage_table(found)]
     parts += [f"note: {note}" for note in found.notes]
     parts += [f"PROBLEM: {problem}" for problem in found.problems()]
     return "\n".join(parts)
@@ -56,6 +56,58 @@ def _decay_table(found: Explanation) -> str:
     table.add_column("decay")
     for row in found.weight_decay:
         table.add_row(row.name, str(row.tensors), "yes" if row.decays else "no")
+    return _print(table)
+
+
+def _stage_table(found: Explanation) -> str:
+    """One rank of each pipeline stage: what it holds, and what folding costs it."""
+    mode = found.whole_model.execution if found.whole_model is not None else ""
+    stages = [*found.stages]
+    costed = [stage.costs[mode] for stage in stages if mode in stage.costs]
+    built = f"{found.ranks_built} of {found.world_size} ranks built"
+    table = _table(f"One rank of each pipeline stage ({built}; the others of a stage are of the same sizes)")
+    for column in ("rank", "layers", "parameters", "vectors", "linears"):
+        table.add_column(column, justify="left" if column == "layers" else "right")
+    if costed:
+        for column in ("memory", "fold", "split", "time"):
+            table.add_column(f"{column}/step" if column != "memory" else column, justify="right")
+    for stage in stages:
+        cells = [str(stage.rank), stage.layers, f"{stage.parameters.stock:,}", f"{stage.parameters.added:+,}"]
+        cells.append(str(stage.linears))
+        if costed and mode in stage.costs:
+            cost = stage.costs[mode]
+            cells += [
+                in_bytes(cost.memory, sign=True),
+                in_bytes(cost.fold_per_step),
+                in_bytes(cost.split_per_step),
+            ]
+            cells.append(f"{1000 * cost.seconds:.2f} ms")
+        table.add_row(*cells)
+    lines = [_print(table)]
+    if costed:
+        lines.append(
+            f"execution {mode} in all layers. Memory: what is added. Fold, split: bytes that must move at "
+            "least; time: at the given memory bandwidth, nothing measured."
+        )
+    return "\n".join(lines)
+
+
+def in_bytes(number: float, *, sign: bool = False) -> str:
+    """1.5 GiB"""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(number) >= 1024 and len(units) > 1:
+        number /= 1024
+        units.pop(0)
+    return f"{number:{'+' if sign else ''}.{0 if units[0] == 'B' else 1}f} {units[0]}"
+
+
+def comparison_table(rows: list[tuple[str, str, str]], titles: tuple[str, str]) -> str:
+    """Two explanations side by side."""
+    table = _table("What differs")
+    for column in ("", *titles):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return _print(table)
 
 

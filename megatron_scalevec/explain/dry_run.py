@@ -15,6 +15,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from megatron_scalevec.cost import Schedule, microbatches_in_flight
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.integration.arguments import parse_own
 from megatron_scalevec.versions import require_megatron_training, require_supported_megatron
@@ -56,6 +57,33 @@ class DryRun:
 
         return torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
 
+    def copy_of_the_model(self) -> list[int]:
+        """All ranks of the model-parallel group that the present rank is in."""
+        import torch
+        from megatron.core import parallel_state
+
+        return torch.distributed.get_process_group_ranks(parallel_state.get_model_parallel_group())
+
+    def schedule(self) -> Schedule:
+        """What the cost formulas need to know of the run, as it is for the present rank."""
+        from megatron.core import parallel_state
+
+        args = self.args
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        microbatches = max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+        stages = args.pipeline_model_parallel_size
+        chunks = args.virtual_pipeline_model_parallel_size or 1
+        sharded = getattr(args, "use_distributed_optimizer", False)
+        half = args.bf16 or args.fp16
+        return Schedule(
+            microbatches=microbatches,
+            in_flight=microbatches_in_flight(microbatches, stage, stages, chunks),
+            state_shards=args.data_parallel_size * args.context_parallel_size if sharded else 1,
+            gradient_bytes=2 if half and not args.accumulate_allreduce_grads_in_fp32 else 4,
+            master_weights=half,
+            full_recompute=args.recompute_granularity == "full",
+        )
+
     def build(self) -> list[Any]:
         """The present rank's model chunks, on the meta device."""
         import torch
@@ -63,7 +91,11 @@ class DryRun:
         chunks = self.args.virtual_pipeline_model_parallel_size
         with torch.device("meta"):
             make = self._builder()
-            return [make(stage) for stage in (range(chunks) if chunks else [None])]
+            built = [make(stage) for stage in (range(chunks) if chunks else [None])]
+        # As Megatron's Float16Module does before there is an optimizer; norms are built in float32.
+        if self.args.bf16 or self.args.fp16:
+            built = [chunk.bfloat16() if self.args.bf16 else chunk.half() for chunk in built]
+        return built
 
     def _builder(self) -> Callable[[int | None], Any]:
         from megatron.core import parallel_state
@@ -131,10 +163,10 @@ def read_arguments(
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from megatron_scalevec import cpu
-
-    cpu.install()
     from megatron_scalevec.integration import hooks
 
+    hooks.claim()
+    cpu.install()
     session = hooks.install(words, cpu=True)
     session.describing = own.scalevec_cpu != "on"
     sys.argv = ["scalevec-explain", *words]

@@ -70,6 +70,7 @@ def validate(current: Session, original):
         refuse_unsupported(args, config, current.version)
         settle_execution(current, args, config)
         current.audit_files = audit_files(args)
+        current.replicas_every = getattr(args, "scalevec_debug_replicas", None)
         if config.active:
             say(f"scale vectors asked for: {config.describe()}")
         return result

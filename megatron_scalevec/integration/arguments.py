@@ -71,8 +71,18 @@ def _checked(field: str, **context: str):
     return parse
 
 
+def _number_of_steps(value: str) -> int:
+    try:
+        steps = int(value)
+    except ValueError:
+        steps = 0
+    if steps < 1:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number of steps, 1 or more")
+    return steps
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags to a parser. Values are strings or None, which checkpoints can hold."""
+    """Add the flags to a parser. Values are strings, numbers or None, which checkpoints can hold."""
     group = parser.add_argument_group(title="scale vectors")
     group.add_argument(
         f"{PREFIX}strategy",
@@ -119,6 +129,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="FILE",
         help="write the audit (what was built, against what was asked for) to this JSON file as well; with "
         "--save it lies beside the checkpoints anyway.",
+    )
+    group.add_argument(
+        f"{PREFIX}debug-replicas",
+        type=_number_of_steps,
+        metavar="N",
+        help="every N steps, compare the copies of one-dimensional parameters that tensor-, context-, data- "
+        "and expert-parallel ranks have, bit for bit, and stop if they differ. Default: never.",
     )
     group.add_argument(
         f"{PREFIX}cpu",
@@ -183,7 +200,7 @@ def merge_command_line(args: Any, command_line: argparse.Namespace) -> list[str]
         ScaleVecError: The script passed another value than the command line says.
     """
     added = []
-    for name in (*MODEL_FLAGS, "execution", "audit"):
+    for name in (*MODEL_FLAGS, "execution", "audit", "debug_replicas"):
         key = f"scalevec_{name}"
         given = getattr(command_line, key)
         if given is None:
@@ -230,8 +247,13 @@ def merge_yaml(args: Any, command_line: argparse.Namespace, path: str) -> None:
                 f"{flag} {given} was given with --yaml-cfg {path}, which replaces the command line and "
                 f"{state}: write '{key}: {given}' at the top level of that file."
             )
-    for name in ("execution", "audit", "cpu"):
+    for name in ("execution", "audit", "debug_replicas", "cpu"):
         key = f"scalevec_{name}"
         if getattr(args, key, None) is None:
             setattr(args, key, getattr(command_line, key))
+    if args.scalevec_debug_replicas is not None:
+        try:
+            args.scalevec_debug_replicas = _number_of_steps(args.scalevec_debug_replicas)
+        except argparse.ArgumentTypeError as error:
+            raise ScaleVecError(f"scalevec_debug_replicas in {path}: {error}.") from None
     ScaleVecConfig.from_namespace(args)

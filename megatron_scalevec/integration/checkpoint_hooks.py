@@ -1,18 +1,68 @@
-"""Hooks on loading: a checkpoint knows its strategy.
+"""Hooks on saving and loading: a checkpoint knows its strategy, and is whole.
 
 Each function takes the session and Megatron's own function, and returns what stands in its place.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Any
 
+import torch
+
+from megatron_scalevec.checkpoint.layout import (
+    CONFIG_FILE,
+    TRACKER_FILE,
+    iteration_folder,
+    missing_parts,
+    not_whole,
+    tracked_iteration,
+)
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.integration.arguments import MODEL_FLAGS
-from megatron_scalevec.integration.session import Session
+from megatron_scalevec.integration.session import Session, say
 
-__all__ = ["base_checkpoint", "load_args"]
+_FROM_STOCK = "scalevec_starts_from_stock"
+
+__all__ = ["base_checkpoint", "distributed_state", "group_order", "load", "load_args", "save"]
+
+
+def load(current: Session, original):
+    """Tells the other hooks which model is being loaded into."""
+
+    def load_checkpoint(ddp_model, *args, **kwargs):
+        from megatron.core.utils import unwrap_model
+
+        current.loading = unwrap_model(ddp_model)
+        try:
+            return original(ddp_model, *args, **kwargs)
+        finally:
+            for chunk in current.loading:
+                if isinstance(chunk, torch.nn.Module) and hasattr(chunk, _FROM_STOCK):
+                    setattr(chunk, _FROM_STOCK, False)
+            current.loading = []
+
+    return load_checkpoint
+
+
+def save(current: Session, original):
+    """A checkpoint that is being overwritten is not whole until the save has ended.
+
+    Megatron saves into an existing folder of the same iteration, whose ``metadata.json`` says "complete" all
+    the while; a run killed in between would leave a mixture that the next one takes for a checkpoint.
+    """
+
+    def dist_save(sharded_state_dict, checkpoint_dir, *args, **kwargs):
+        if current.config.active:
+            if torch.distributed.get_rank() == 0:
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(os.path.join(checkpoint_dir, CONFIG_FILE))
+            torch.distributed.barrier()
+        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+    return dist_save
 
 
 def load_args(current: Session, original):
@@ -36,6 +86,8 @@ def load_args(current: Session, original):
 
 def base_checkpoint(current: Session, original):
     def _load_base_checkpoint(load_dir, args, *rest, **kwargs):
+        if current.config.active:
+            _require_whole(load_dir, args)
         result = original(load_dir, args, *rest, **kwargs)
         state = result[0] if result else None
         saved = state.get("args") if isinstance(state, dict) else None
@@ -43,10 +95,37 @@ def base_checkpoint(current: Session, original):
             if current.restoring:
                 _restore(args, saved)
             else:
-                _require_same(current.config, saved, load_dir)
+                _require_same(current, args, saved, load_dir)
         return result
 
     return _load_base_checkpoint
+
+
+def group_order(current: Session, original):
+    """Where the plain optimizers look up the checkpoint's parameter groups."""
+
+    def _filter_and_reorder_param_groups(current_groups, state_dict_groups):
+        if current.config.active:
+            from megatron_scalevec.audit.groups import check_same_groups
+
+            check_same_groups(current_groups, state_dict_groups)
+        return original(current_groups, state_dict_groups)
+
+    return _filter_and_reorder_param_groups
+
+
+def distributed_state(current: Session, original):
+    """Where the distributed optimizer does."""
+
+    def load_state_dict(self, state_dict):
+        inner = self.optimizer
+        if current.config.active and inner is not None:
+            from megatron_scalevec.audit.groups import check_same_groups
+
+            check_same_groups(inner.param_groups, state_dict["optimizer"]["param_groups"])
+        return original(self, state_dict)
+
+    return load_state_dict
 
 
 def _restore(args: Any, saved: Any) -> None:
@@ -61,19 +140,56 @@ def _restore(args: Any, saved: Any) -> None:
             setattr(args, key, getattr(saved, key, None))
 
 
-def _require_same(config: ScaleVecConfig, saved: Any, load_dir: str) -> None:
-    was = ScaleVecConfig.from_namespace(saved)
-    if was != config:
+def _require_whole(load_dir: str | None, args: Any) -> None:
+    """Stop before a checkpoint that a killed run, or a full disk, has left incomplete is loaded.
+
+    One rank looks; a rank that leaves takes the others with it.
+    """
+    initialized = torch.distributed.is_initialized()
+    if load_dir is None or (initialized and torch.distributed.get_rank() != 0):
+        return
+    if not os.path.exists(os.path.join(load_dir, TRACKER_FILE)) and not getattr(args, "ckpt_step", None):
+        return  # a first start: Megatron says so, and whether that is an error is its option
+    iteration = tracked_iteration(load_dir)
+    folder = os.path.join(load_dir, iteration_folder(getattr(args, "ckpt_step", None) or iteration))
+    if not os.path.isdir(folder) or any(name.startswith("mp_rank_") for name in os.listdir(folder)):
+        return
+    problem = missing_parts(folder)
+    if problem:
+        raise ScaleVecError(not_whole(folder, problem))
+
+
+def _require_same(current: Session, args: Any, saved: Any, load_dir: str) -> None:
+    config, was = current.config, ScaleVecConfig.from_namespace(saved)
+    if was == config:
+        _require_same_execution(config, saved, load_dir)
+        return
+    if was.active or not getattr(args, "finetune", False):
         flags = " ".join(_flags_of(saved)) or "no --scalevec-* flag"
+        # Only where one of the two is stock is there a way from the one to the other.
+        way = ""
+        if not was.active:
+            way = ", make a start for it with scalevec unfold, load with --finetune"
+        elif not config.active:
+            way = ", make a stock checkpoint of it with scalevec fold"
         raise ScaleVecError(
             f"the checkpoint in {load_dir} was trained with {was.describe()}, and this run asks for "
-            f"{config.describe()}: give the checkpoint's strategy ({flags}, or --use-checkpoint-args), or "
-            "start without --load."
+            f"{config.describe()}: give the checkpoint's strategy ({flags}, or --use-checkpoint-args){way}, "
+            "or start without --load."
         )
-    if not config.active:
-        return
+    if config.placement is None:
+        raise ScaleVecError(
+            f"--finetune from the stock checkpoint in {load_dir}: {config.strategy!r} would drop the trained "
+            "scales of its norms; use another strategy, or start without --load."
+        )
+    say(f"starting from the stock checkpoint in {load_dir}: its norms' scales move into the scale vectors")
+    for chunk in current.loading:
+        setattr(chunk, _FROM_STOCK, True)
+
+
+def _require_same_execution(config: ScaleVecConfig, saved: Any, load_dir: str) -> None:
     executed = getattr(saved, "scalevec_executed", None) or "autograd"
-    if executed != config.execution:
+    if config.active and executed != config.execution:
         raise ScaleVecError(
             f"the checkpoint in {load_dir} was written with execution {executed}, where 'weight' is "
             f"{_MEANING[executed]}, and this run has execution {config.execution}, where it is "

@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
-from megatron_scalevec.integration import argument_hooks, checkpoint_hooks, model_hooks
+from megatron_scalevec.integration import argument_hooks, checkpoint_hooks, model_hooks, step_hooks
 from megatron_scalevec.integration.arguments import parse_own, strategy_comes_later
 from megatron_scalevec.integration.session import Session, say
 from megatron_scalevec.patching import PatchSet, resolve
@@ -31,6 +31,8 @@ __all__ = [
     "Hook",
     "Session",
     "adopt",
+    "claim",
+    "claimed",
     "install",
     "installed",
     "require_applied",
@@ -46,7 +48,8 @@ class Hook:
     ``make`` takes the session and the original and returns the wrapper. ``by_name``: modules that
     imported the function by name, per version window; their binding is replaced too. ``required``: with
     an active strategy it must have been called by the time model and optimizer exist; the audit looks at
-    what the other hooks have done.
+    what the other hooks have done. ``exists_in``: where it is a part of Megatron that later or earlier
+    versions do not have, those that have it.
     """
 
     name: str
@@ -55,10 +58,24 @@ class Hook:
     make: Callable[[Session, Callable[..., Any]], Callable[..., Any]]
     by_name: tuple[tuple[str, str], ...] = ()
     required: bool = False
+    exists_in: str = ""
 
 
 _patches = PatchSet()
 _session: Session | None = None
+_claimed = False
+
+
+def claim() -> None:
+    """Say that this process puts the hooks in place itself, before the first import of Megatron's loop: a
+    patched Megatron would do it in the middle of that import, with the command line as it finds it."""
+    global _claimed
+    _claimed = True
+
+
+def claimed() -> bool:
+    """Whether the hooks are in place, or somebody has said that they will be."""
+    return _claimed or installed()
 
 
 def installed() -> bool:
@@ -87,6 +104,7 @@ def install(argv: list[str] | None = None, *, cpu: bool = False) -> Session:
     global _session
     if _session is not None:
         return _session
+    claim()
     argv = sys.argv[1:] if argv is None else argv
     command_line = parse_own(argv)
     later = strategy_comes_later(argv) and command_line.scalevec_strategy is None
@@ -149,17 +167,24 @@ def adopt(config: ScaleVecConfig | None, *, name: str | None = None, model_is_bu
 
 def uninstall() -> None:
     """Take every hook out again."""
-    global _session
+    global _claimed, _session
     _patches.undo()
     _session = None
+    _claimed = False
 
 
 def require_applied(current: Session, name: str) -> None:
     """Called when the script ``name`` has ended: a strategy that nobody has proven was not applied.
 
     Raises:
-        ScaleVecError: A strategy was asked for, and no GPTModel was built or none was audited.
+        ScaleVecError: A strategy was asked for, and no GPTModel was built or none was audited; or replicas
+            were to be compared, and no step of Megatron's was taken.
     """
+    if current.replicas_every and "debugging of replicas" not in current.called:
+        raise ScaleVecError(
+            f"{name} ended without a step of Megatron's train_step, so --scalevec-debug-replicas compared "
+            "nothing; call megatron_scalevec.replicas.check_replicas in your own loop."
+        )
     if not current.config.active or current.audit is not None:
         return
     what = (
@@ -173,6 +198,8 @@ def require_applied(current: Session, name: str) -> None:
 
 
 def _land(hook: Hook, new: Session) -> None:
+    if not SpecifierSet(hook.exists_in).contains(new.version.base_version, prereleases=True):
+        return
     if not SpecifierSet(hook.versions).contains(new.version.base_version, prereleases=True):
         raise ScaleVecError(
             f"the hook on {hook.target} was written for megatron-core {hook.versions}, not for "
@@ -193,9 +220,10 @@ def _land(hook: Hook, new: Session) -> None:
         new.called.add(hook.name)
         return wrapper(*args, **kwargs)
 
-    # A class method arrives bound to its class, and is replaced by a function that needs no binding.
-    bound = getattr(original, "__self__", None) is owner
-    _patches.set(owner, attribute, staticmethod(counted) if bound else counted)
+    # A class method arrives bound to its class, and is replaced by a function that needs no binding; a
+    # static method needs none anyway.
+    unbound = isinstance(vars(owner).get(attribute), (classmethod, staticmethod))
+    _patches.set(owner, attribute, staticmethod(counted) if unbound else counted)
     for module, versions in hook.by_name:
         if SpecifierSet(versions).contains(new.version.base_version, prereleases=True):
             other, _ = resolve(f"{module}:{attribute}")
@@ -252,6 +280,19 @@ HOOKS: tuple[Hook, ...] = (
         checkpoint_hooks.base_checkpoint,
     ),
     Hook(
+        "checkpoint load",
+        "megatron.training.checkpointing:load_checkpoint",
+        _ALL,
+        checkpoint_hooks.load,
+        by_name=(("megatron.training.training", _ALL),),
+    ),
+    Hook(
+        "checkpoint save",
+        "megatron.core.dist_checkpointing:save",
+        _ALL,
+        checkpoint_hooks.save,
+    ),
+    Hook(
         "model",
         "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
         _ALL,
@@ -272,6 +313,16 @@ HOOKS: tuple[Hook, ...] = (
         model_hooks.group_ranges,
     ),
     Hook(
+        # Before the hook on the function that it calls, whose original it is to keep: that call is about a
+        # part of the parameters, the others being frozen for its duration.
+        "audit of Muon",
+        "megatron.core.optimizer.muon:get_megatron_muon_optimizer",
+        _ALL,
+        model_hooks.optimizer,
+        by_name=(("megatron.training.training", _TO_0_17),),
+        exists_in=_TO_0_17,
+    ),
+    Hook(
         "audit",
         "megatron.core.optimizer:get_megatron_optimizer",
         _ALL,
@@ -279,9 +330,27 @@ HOOKS: tuple[Hook, ...] = (
         by_name=(("megatron.training.training", _ALL),),
     ),
     Hook(
+        "groups of a checkpoint",
+        "megatron.core.optimizer.optimizer:MegatronOptimizer._filter_and_reorder_param_groups",
+        _ALL,
+        checkpoint_hooks.group_order,
+    ),
+    Hook(
+        "groups of a distributed checkpoint",
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
+        _ALL,
+        checkpoint_hooks.distributed_state,
+    ),
+    Hook(
         "audit without an optimizer",
         "megatron.training.training:setup_model_and_optimizer",
         _ALL,
         model_hooks.setup,
+    ),
+    Hook(
+        "debugging of replicas",
+        "megatron.training.training:train_step",
+        _ALL,
+        step_hooks.train_step,
     ),
 )

@@ -50,17 +50,22 @@ def pretrain(arguments: Sequence[str]) -> None:
     _run("scalevec-pretrain", arguments, run)
 
 
-def prepare(arguments: Sequence[str]) -> hooks.Session:
+def prepare(arguments: Sequence[str], *, cpu: str | None = None) -> hooks.Session:
     """Everything before the script's own first line: checks, CPU mode, hooks.
+
+    Args:
+        arguments: The command line.
+        cpu: ``--scalevec-cpu`` where the command line does not say; by default ``auto``.
 
     Raises:
         ScaleVecError: Bad flags, or an unsupported Megatron.
     """
     own = parse_own(arguments)
+    hooks.claim()
     version = require_supported_megatron()
     require_megatron_training(version)
     _single_process_defaults()
-    return hooks.install(list(arguments), cpu=_start_cpu_mode(own.scalevec_cpu or "auto"))
+    return hooks.install(list(arguments), cpu=_start_cpu_mode(own.scalevec_cpu or cpu or "auto"))
 
 
 def _run(name: str, arguments: Sequence[str], run: Callable[[], None]) -> None:

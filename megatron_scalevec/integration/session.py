@@ -25,10 +25,12 @@ class Session:
         self.required: dict[str, str] = {}  # name to target; an active strategy is not built without them
         self.called: set[str] = set()
         self.restoring = False
+        self.loading: list[Any] = []  # model chunks, while a checkpoint is loaded into them
         # Nothing will run: the arguments are those of another machine, whose files are not looked for.
         self.describing = False
         self.cpu_changes: list[str] = []
         self.audit: Any = None
+        self.replicas_every: int | None = command_line.scalevec_debug_replicas
         # What is known without Megatron's own parsing, which a user's loop may not use.
         self.audit_files = [command_line.scalevec_audit] if command_line.scalevec_audit else []
 

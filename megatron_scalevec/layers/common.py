@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.utils import (
+    make_sharded_tensors_for_checkpoint,
+)
 
-__all__ = ["is_transformer_engine", "mixed_class", "sum_gradient_over_tensor_parallel"]
+from megatron_scalevec.vectors import vector_info
+
+__all__ = [
+    "Folded",
+    "is_transformer_engine",
+    "mixed_class",
+    "sharded_vectors",
+    "sum_gradient_over_tensor_parallel",
+]
+
+
+class Folded:
+    """Mark of the modules that multiply by W_eff."""
+
+    def scaled_weights(self) -> list[torch.nn.Parameter]:
+        """The raw weights, one for each map; W_eff has their shapes and dtypes."""
+        return [self.weight]
 
 
 def sum_gradient_over_tensor_parallel(vectors: torch.Tensor, group) -> torch.Tensor:
@@ -24,6 +44,21 @@ def is_transformer_engine(module: torch.nn.Module | type) -> bool:
     """Whether a module is TransformerEngine's, or Megatron's subclass of one. Imports nothing."""
     cls = module if isinstance(module, type) else type(module)
     return any(base.__module__.startswith("transformer_engine.") for base in cls.__mro__)
+
+
+def sharded_vectors(
+    module: torch.nn.Module, prefix: str, sharded_offsets: tuple, metadata: dict | None, tp_group: Any
+) -> dict[str, Any]:
+    """Checkpoint entries of the vectors that a module owns, for modules whose ``sharded_state_dict`` lists
+    its entries one by one: replicated over ``tp_group`` and the data-parallel ranks."""
+    own = {n: p for n, p in module.named_parameters(recurse=False) if vector_info(p) is not None}
+    # Here and not above: megatron-core 0.15, which nemo-toolkit 2.7 uses, does not have it.
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+    group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+    return make_sharded_tensors_for_checkpoint(
+        own, prefix, {}, sharded_offsets, tp_group=tp_group, dp_cp_group=group
+    )
 
 
 @functools.cache

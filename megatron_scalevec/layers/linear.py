@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from megatron_scalevec.decisions import SHARED
 from megatron_scalevec.execution.folds import register_fold
 from megatron_scalevec.fold import RowMap, fold_weight
 from megatron_scalevec.layers import common
@@ -19,13 +20,11 @@ __all__ = [
     "FoldedLinear",
     "ScaleVecColumnParallelLinear",
     "ScaleVecRowParallelLinear",
+    "add_vectors",
     "gamma_name",
     "leaf_class",
     "unsharded_sizes",
 ]
-
-SHARED = "shared"
-"""Branch name of an input scale that all branches of a linear have in common."""
 
 
 def gamma_name(side: str, branch: str) -> str:
@@ -33,7 +32,41 @@ def gamma_name(side: str, branch: str) -> str:
     return f"gamma_{side}_{branch}"
 
 
-class FoldedLinear:
+def add_vectors(
+    owner: torch.nn.Module,
+    row_map: RowMap,
+    *,
+    site: str,
+    layer: int,
+    in_branches: Sequence[str],
+    out_branches: Sequence[str],
+    initial_gamma_in: torch.Tensor,
+    reparam: str,
+    dtype: torch.dtype | None,
+    like: torch.nn.Parameter,
+    holder: Literal["linear", "replicated"] = "linear",
+    rename: Callable[[str], str] = lambda name: name,
+) -> None:
+    """Register the vectors of one map on ``owner``; arguments as of :meth:`FoldedLinear.convert`.
+
+    Args:
+        holder: Whether tensor-parallel ranks share the weight or all hold it whole.
+        like: As :func:`~megatron_scalevec.vectors.add_vector` takes it.
+        rename: From :func:`gamma_name` to the name on the owner, where it holds those of several maps.
+    """
+
+    def add(branch: str, side: str, initial: torch.Tensor) -> None:
+        info = VectorInfo(site, branch, side, layer, holder, reparam)
+        add_vector(owner, rename(gamma_name(side, branch)), initial, info, "input", like=like, dtype=dtype)
+
+    for branch in in_branches:
+        add(branch, "in", initial_gamma_in)
+    for branch, size in zip(row_map.branches, row_map.sizes):
+        if branch in out_branches:
+            add(branch, "out", torch.ones(size))
+
+
+class FoldedLinear(common.Folded):
     """Mixin: a linear that multiplies by W_eff instead of its weight.
 
     ``weight`` keeps its name, shape and attributes; the vectors are further parameters
@@ -48,6 +81,7 @@ class FoldedLinear:
     parallel: ClassVar[Literal["column", "row"]]
     fused_norm: ClassVar[str] = ""
     main_grad_flag: ClassVar[str] = "gradient_accumulation_fusion"
+    scalevec_borrows = False  # set where another module owns the vectors and lends them in its forward
 
     @staticmethod
     def group_of(linear: torch.nn.Module) -> Any:
@@ -75,6 +109,7 @@ class FoldedLinear:
         initial_gamma_in: torch.Tensor,
         reparam: str,
         dtype: torch.dtype | None,
+        borrows: bool = False,
         in_optimizer: bool = False,
     ) -> None:
         """Give ``linear`` its scale vectors.
@@ -89,28 +124,25 @@ class FoldedLinear:
             initial_gamma_in: [input channels of the unsharded weight] start value of every γ_in.
             reparam: How the vectors are stored.
             dtype: Storage dtype of the vectors, None for the weight's.
+            borrows: Another module owns the vectors, see :meth:`lend`.
             in_optimizer: The optimizer folds: the linear keeps its class, and its weight becomes W_eff.
         """
         shared = tuple(in_branches) == (SHARED,)
         if not in_optimizer:
+            linear.scalevec_borrows = borrows
             cls._fold_in_forward(linear, row_map, shared, in_branches, out_branches, initial_gamma_in.numel())
-
-        def add(branch: str, side: str, initial: torch.Tensor) -> None:
-            add_vector(
+        if not borrows:
+            cls._add_own(
                 linear,
-                gamma_name(side, branch),
-                initial,
-                VectorInfo(site, branch, side, layer, "linear", reparam),
-                "input",
-                like=linear.weight,
+                row_map,
+                site=site,
+                layer=layer,
+                in_branches=in_branches,
+                out_branches=out_branches,
+                initial_gamma_in=initial_gamma_in,
+                reparam=reparam,
                 dtype=dtype,
             )
-
-        for branch in in_branches:
-            add(branch, "in", initial_gamma_in)
-        for branch, size in zip(row_map.branches, row_map.sizes):
-            if branch in out_branches:
-                add(branch, "out", torch.ones(size))
         if in_optimizer:
             cls._fold_in_optimizer(linear, row_map, in_branches, out_branches)
 
@@ -127,7 +159,7 @@ class FoldedLinear:
         linear.__class__ = cls
         # Its backward would write into ``weight.main_grad``, and W_eff is not the parameter.
         setattr(linear, cls.main_grad_flag, False)
-        device = linear.weight.device
+        device = linear.scaled_weights()[0].device
         branch_of_row = torch.zeros_like(row_map.branch_of_row) if shared else row_map.branch_of_row
         linear.register_buffer("scalevec_branch_of_row", branch_of_row.to(device), persistent=False)
         linear.register_buffer("scalevec_slot_of_row", row_map.slot_of_row.to(device), persistent=False)
@@ -164,34 +196,66 @@ class FoldedLinear:
             tp_group=group,
         )
 
-    def folded_weight(self) -> torch.Tensor:
-        """W_eff of this rank, shaped as the weight; see :func:`megatron_scalevec.fold.fold_weight`."""
-        names = [name for name, _ in (*self.scalevec_in, *self.scalevec_out) if name is not None]
-        vectors = [compose_vector(self, name) for name in names]
+    @staticmethod
+    def _add_own(linear: torch.nn.Module, row_map: RowMap, **what: Any) -> None:
+        add_vectors(linear, row_map, like=linear.weight, **what)
+
+    def lend(self, gammas: Mapping[str, torch.Tensor] | None) -> None:
+        """Hand in the vectors of a linear that borrows them, for the forward passes to come.
+
+        Args:
+            gammas: Composed vectors by :func:`gamma_name`, whose gradients their owner sums over ranks; None
+                takes them back.
+        """
+        self.__dict__["_scalevec_lent"] = gammas
+
+    def _vectors(self, names: Sequence[Hashable], stored: Sequence[str]) -> Mapping[Any, torch.Tensor]:
+        """Complete vectors by name, each rank's gradient summed over the tensor-parallel group."""
+        if self.scalevec_borrows:
+            lent = self.__dict__.get("_scalevec_lent")
+            if lent is None:
+                raise RuntimeError(
+                    "a linear of an expert was called outside of the experts' forward pass, where the scale "
+                    "vectors that it shares with the others are not at hand"
+                )
+            return lent
+        vectors = [compose_vector(self, name) for name in stored]
         # One reduction for all vectors of the linear.
         summed = common.sum_gradient_over_tensor_parallel(torch.cat(vectors), self.group_of(self))
-        gammas = dict(zip(names, summed.split([vector.numel() for vector in vectors])))
-        gamma_in = self._joined(self.scalevec_in, gammas, summed)
+        return dict(zip(names, summed.split([vector.numel() for vector in vectors])))
+
+    def folded_weight(self) -> torch.Tensor:
+        """W_eff of this rank, shaped as the weight; see :func:`megatron_scalevec.fold.fold_weight`."""
+        names = self.vector_names()
+        return self._fold(self.weight, self._vectors(names, names))
+
+    def vector_names(self) -> list[str]:
+        """:func:`gamma_name` of the vectors that W_eff is formed with."""
+        return [name for name, _ in (*self.scalevec_in, *self.scalevec_out) if name is not None]
+
+    def _fold(self, weight: torch.Tensor, gammas: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        gamma_in = self._joined(self.scalevec_in, gammas)
         if gamma_in is not None:
             gamma_in = gamma_in.view(len(self.scalevec_in), -1)
             if self.parallel == "row":
-                own = self.weight.shape[1]
+                own = weight.shape[1]
                 start = self.group_of(self).rank() * own
                 gamma_in = gamma_in[:, start : start + own]
         return fold_weight(
-            self.weight,
+            weight,
             gamma_in,
-            self._joined(self.scalevec_out, gammas, summed),
+            self._joined(self.scalevec_out, gammas),
             self.scalevec_branch_of_row,
             self.scalevec_slot_of_row,
         )
 
     @staticmethod
     def _joined(
-        blocks: Sequence[tuple[str | None, int]], gammas: dict[str, torch.Tensor], like: torch.Tensor
+        blocks: Sequence[tuple[str | None, int]], gammas: Mapping[str, torch.Tensor]
     ) -> torch.Tensor | None:
         if all(name is None for name, _ in blocks):
             return None
+        like = next(iter(gammas.values()))
         return torch.cat([like.new_ones(size) if name is None else gammas[name] for name, size in blocks])
 
     def _apply(self, fn, recurse=True):

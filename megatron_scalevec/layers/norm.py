@@ -77,7 +77,9 @@ def retire(norm: NormHandle, zero_centered: bool) -> None:
     if not weight.is_meta:
         with torch.no_grad():
             if bias is not None and bool(bias.any()):
-                bias.div_(weight + 1 if zero_centered else weight)
+                scale = weight + 1 if zero_centered else weight
+                # A channel without scale has no bias either, which is checked before.
+                bias.div_(torch.where(scale == 0, torch.ones_like(scale), scale))
             weight.fill_(0.0 if zero_centered else 1.0)
     weight.requires_grad_(False)
 

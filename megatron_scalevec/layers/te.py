@@ -34,11 +34,14 @@ from megatron_scalevec.vectors import vector_info, was_added
 
 __all__ = [
     "LEAVES",
+    "OBSTACLES_OF_ANY_KIND",
+    "HidesVectors",
     "ScaleVecTEColumnParallelLinear",
     "ScaleVecTELayerNormColumnParallelLinear",
     "ScaleVecTERowParallelLinear",
     "ScaledTENorm",
     "build_norm",
+    "refuse_obstacles",
 ]
 
 _TAKES_WEIGHT = "_get_weight_and_bias_tensors"
@@ -60,6 +63,16 @@ def _has_precision_recipe(linear: torch.nn.Module) -> bool:
     return any(getattr(config, name, None) for name in ("fp8", "fp4", "quant_recipe"))
 
 
+OBSTACLES_OF_ANY_KIND: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (_has_precision_recipe, "is set to FP8, FP4 or a quantization recipe; train in bf16"),
+    (
+        _delays_weight_gradient,
+        "computes its weight gradient outside of autograd (delay_wgrad_compute), where the scale vectors "
+        "would get none",
+    ),
+)
+"""What makes any module of TransformerEngine with weights unfit."""
+
 _OBSTACLES: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda linear: not callable(getattr(linear, _TAKES_WEIGHT, None)),
@@ -75,18 +88,27 @@ _OBSTACLES: tuple[tuple[Callable[[Any], bool], str], ...] = (
         lambda linear: type(linear.weight) is not torch.nn.Parameter,
         "holds a quantized weight; train with bf16 weights",
     ),
-    (_has_precision_recipe, "is set to FP8, FP4 or a quantization recipe; train in bf16"),
-    (
-        _delays_weight_gradient,
-        "computes its weight gradient outside of autograd (delay_wgrad_compute), where the scale vectors "
-        "would get none",
-    ),
+    *OBSTACLES_OF_ANY_KIND,
     (_overlaps, "overlaps communication with products (tp_comm_overlap), which is not proven yet"),
 )
 """What makes a linear unfit, and what is said then."""
 
 
-class _HidesVectors:
+def refuse_obstacles(obstacles, path: str, linear: torch.nn.Module) -> None:
+    """Raise for the first obstacle that applies.
+
+    Raises:
+        ScaleVecError: With the reason.
+    """
+    for applies, reason in obstacles:
+        if applies(linear):
+            raise ScaleVecError(
+                f"{path} ({type(linear).__name__}) {reason}. Nothing was changed; run without "
+                "--scalevec-strategy, or with --transformer-impl local."
+            )
+
+
+class HidesVectors:
     """Mixin: inside the forward pass the module shows TransformerEngine the parameters it knows.
 
     Its linears insist that all their parameters have the dtype of the input, which vectors kept in float32
@@ -112,7 +134,7 @@ class _HidesVectors:
         return ((n, p) for n, p in found if vector_info(p) is None or not was_added(p))
 
 
-class _TEFolded(_HidesVectors, FoldedLinear):
+class _TEFolded(HidesVectors, FoldedLinear):
     """What the three linears have in common."""
 
     # TransformerEngine would also keep a weak reference to the weight object, and W_eff lives for one
@@ -128,12 +150,7 @@ class _TEFolded(_HidesVectors, FoldedLinear):
     @staticmethod
     def require_convertible(path, linear):
         """As the base class says; :data:`_OBSTACLES` lists what stands in the way."""
-        for applies, reason in _OBSTACLES:
-            if applies(linear):
-                raise ScaleVecError(
-                    f"{path} ({type(linear).__name__}) {reason}. Nothing was changed; run without "
-                    "--scalevec-strategy, or with --transformer-impl local."
-                )
+        refuse_obstacles(_OBSTACLES, path, linear)
 
     def _get_weight_and_bias_tensors(self):
         self.__dict__["_weight_was_taken"] = True
@@ -184,7 +201,7 @@ LEAVES: dict[type, type[FoldedLinear]] = {
 """Megatron's TransformerEngine classes to ours."""
 
 
-class ScaledTENorm(_HidesVectors, ScaledNorm):
+class ScaledTENorm(HidesVectors, ScaledNorm):
     """``ScaledNorm`` over TransformerEngine's norms."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["LAYOUTS", "tiny_gpt"]
+__all__ = ["EXPERT_LAYOUTS", "LAYOUTS", "tiny_gpt"]
 
 _COMMON = """
 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64
@@ -27,6 +27,26 @@ _MODELS = {
     "qk-norm": """--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm
         --disable-bias-linear --position-embedding-type rope --qk-layernorm
         --untie-embeddings-and-output-weights""".split(),
+    # As Mixtral: every layer has experts, softmax over the chosen ones.
+    "mixtral": """--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm
+        --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+        --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2
+        --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+        --moe-token-dispatcher-type alltoall --moe-router-dtype fp32""".split(),
+    # As Qwen3's: norms on q and k, more and smaller experts, softmax over all of them.
+    "qwen3-moe": """--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm
+        --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+        --qk-layernorm --num-experts 8 --moe-ffn-hidden-size 16 --moe-router-topk 2
+        --moe-router-pre-softmax --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
+        --moe-token-dispatcher-type allgather --moe-router-dtype fp32""".split(),
+    # As DeepSeek's: a dense first layer, shared experts, sigmoid scores, balance by a bias.
+    "shared-experts": """--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm
+        --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+        --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-layer-freq [0,1,1,1]
+        --moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate
+        --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+        --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall
+        --moe-router-dtype fp32""".split(),
     # One group of keys and values for all query heads: with two tensor-parallel ranks a chunk of
     # the fused weight ends inside the group.
     "one-group": """--group-query-attention --num-query-groups 1 --swiglu --normalization RMSNorm
@@ -61,6 +81,26 @@ LAYOUTS = {
     ),
 }
 """Name to number of ranks and the arguments that ask for them."""
+
+EXPERT_LAYOUTS = {
+    **{name: LAYOUTS[name] for name in ("serial", "tp2-sp", "pp2")},
+    "ep2": (2, ["--expert-model-parallel-size", "2"]),
+    "ep2-distopt": (
+        2,
+        "--expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather".split(),
+    ),
+    "tp2-sp-etp1": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1".split(),
+    ),
+    "pp2-ep2": (
+        4,
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --use-distributed-optimizer".split(),
+    ),
+}
+"""Layouts of models with experts."""
 
 
 def tiny_gpt(model: str = "llama", *more: str) -> list[str]:

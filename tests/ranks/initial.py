@@ -11,7 +11,7 @@ import re
 
 import torch
 
-__all__ = ["fill_by_name"]
+__all__ = ["fill_by_name", "name_of_expert"]
 
 
 def fill_by_name(model: torch.nn.Module, tp_rank: int, tp_size: int) -> None:
@@ -21,20 +21,50 @@ def fill_by_name(model: torch.nn.Module, tp_rank: int, tp_size: int) -> None:
         for name, module in model.named_modules()
         if hasattr(module, "layer_number") and re.search(r"layers\.\d+$", name)
     }
+    offsets = {
+        f"{name}.experts.": module.local_expert_indices[0]
+        for name, module in model.named_modules()
+        if hasattr(module, "local_expert_indices")
+    }
     for name, param in model.named_parameters():
         if param.requires_grad:
             key = name
+            split = tp_rank, tp_size
             for path, number in numbers.items():
                 if name.startswith(path + "."):
                     key = re.sub(r"layers\.\d+$", f"layers.{number}", path) + name[len(path) :]
             if key == "output_layer.weight" and model.share_embeddings_and_output_weights:
                 key = "embedding.word_embeddings.weight"
+            for path, offset in offsets.items():
+                if name.startswith(path):
+                    key = name_of_expert(key, offset)
+                    split = _place_among_experts()
             with torch.no_grad():
-                param.copy_(_value(key, param, tp_rank, tp_size))
+                param.copy_(_value(key, param, *split))
+
+
+def name_of_expert(name: str, offset: int) -> str:
+    """The name of an expert's parameter with the expert's index in the whole layer.
+
+    As ``SequentialMLP`` has it; TransformerEngine's grouped linears number their parameters instead.
+    """
+    grouped = re.fullmatch(r"(.*\.experts\.)(linear_fc[12]\.)(weight|gamma_[a-z_]+?)_?(\d+)(_[a-z]+)?", name)
+    if grouped:
+        start, linear, kind, index, part = grouped.groups()
+        name = f"{start}local_experts.{index}.{linear}{kind}{part or ''}"
+    return re.sub(r"(?<=local_experts\.)\d+", lambda index: str(int(index[0]) + offset), name, count=1)
+
+
+def _place_among_experts() -> tuple[int, int]:
+    from megatron.core import parallel_state as state
+
+    return state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()
 
 
 def _value(key: str, param: torch.nn.Parameter, tp_rank: int, tp_size: int) -> torch.Tensor:
     dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
+    if dim == -1:  # held whole by every rank, and only counted by every rank
+        dim = None
     shape = list(param.shape)
     if dim is not None:
         shape[dim] *= tp_size

@@ -4,7 +4,36 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["ZeroCenteredNorm", "build_gpt", "initialize_parallel", "reference_of"]
+from ranks.initial import name_of_expert
+
+__all__ = ["EXPERTS", "ZeroCenteredNorm", "build_gpt", "initialize_parallel", "reference_of"]
+
+EXPERTS = {
+    # Softmax over the chosen experts.
+    "mixtral": {"num_moe_experts": 4, "moe_ffn_hidden_size": 24},
+    # Softmax over all experts; norms on q and k.
+    "qwen3-moe": {
+        "num_moe_experts": 8,
+        "moe_ffn_hidden_size": 12,
+        "moe_router_pre_softmax": True,
+        "qk_layernorm": True,
+    },
+    # Sigmoid scores and a bias for the choice, a shared expert behind a gate, a dense first layer.
+    "shared": {
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 24,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_topk_scaling_factor": 1.5,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_shared_expert_gate": True,
+        "moe_layer_freq": [0, 1],
+    },
+}
+"""Overrides of :func:`build_gpt` for small models with experts. The router computes in float64."""
+for _overrides in EXPERTS.values():
+    _overrides.update(moe_router_dtype="fp64", moe_token_dispatcher_type="alltoall")
 
 SIZES = {"heads": 4, "head_dim": 8, "hidden": 32, "ffn": 48, "vocabulary": 64, "sequence": 16}
 
@@ -47,7 +76,8 @@ def build_gpt(
 
     ``implementation``: Megatron's name for the layers. ``norm_class``: for all norms of local layers.
     ``spec``: another layer spec.
-    ``overrides`` go into the TransformerConfig; ``layernorm_zero_centered_gamma`` brings norms of its own
+    ``overrides`` go into the TransformerConfig (``num_moe_experts`` brings experts, see :data:`EXPERTS`);
+    ``layernorm_zero_centered_gamma`` brings norms of its own
     to local layers, ``mtp_num_layers`` a multi-token-prediction block.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
@@ -82,6 +112,8 @@ def build_gpt(
     config = TransformerConfig(**settings)
     if spec is not None:
         pass
+    elif config.num_moe_experts:
+        spec = _experts_spec(config, implementation)
     elif implementation == "transformer_engine":
         spec = _transformer_engine_spec(config)
     else:
@@ -112,6 +144,18 @@ def build_gpt(
     return model.to(dtype)
 
 
+def _experts_spec(config, implementation: str):
+    """Layers with and without experts, as ``moe_layer_freq`` says."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    te = implementation == "transformer_engine"
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization=config.normalization)
+    for layer in block.layer_specs if te else ():
+        layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+    return block
+
+
 def _transformer_engine_spec(config):
     """TransformerEngine's layers, with Megatron's own attention: the weights are not in it."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -126,13 +170,16 @@ def reference_of(model):
     """The reference's parameters, as views of a serial model's, so that gradients can be compared.
 
     Returns:
-        (params for ``reference.gpt_logits``, ReferenceConfig, leaves: name of the model's parameter to
-        the float64 leaf that stands for it)
+        (params for ``reference.gpt_logits``, ReferenceConfig, leaves: name of the model's parameter (see
+        ``name_of_expert``) to the float64 leaf that stands for it)
     """
-    from reference import Branch, ReferenceConfig, layer_norm, product, rms_norm, unit
+    from reference import Branch, ReferenceConfig, Routing, layer_norm, product, rms_norm, unit
 
     c = model.config
-    leaves = {name: p.detach().double().cpu().requires_grad_() for name, p in model.named_parameters()}
+    leaves = {
+        name_of_expert(name, 0): p.detach().double().cpu().requires_grad_()
+        for name, p in model.named_parameters()
+    }
     head_dim, groups = c.kv_channels, c.num_query_groups
     used: set[str] = set()
 
@@ -149,15 +196,16 @@ def reference_of(model):
             return unit(leaf(f"{name}_magnitude"), leaf(f"{name}_direction"))
         return leaf(name)
 
-    def branches(path, names, rows_of, shared="shared"):
-        """Branches of a fused linear."""
+    def branches(path, names, rows_of, prefix="", owner=None):
+        """Branches of a fused linear; ``owner`` holds the vectors, by default the linear."""
         weight, bias = leaf(f"{path}.weight"), leaf(f"{path}.bias")
-        of_all = vector(f"{path}.gamma_in_{shared}")
+        owner = owner or path
+        of_all = vector(f"{owner}.gamma_in_shared")
         return {
             b: Branch(
                 rows_of(weight, b),
-                of_all if of_all is not None else vector(f"{path}.gamma_in_{b}"),
-                vector(f"{path}.gamma_out_{b}"),
+                of_all if of_all is not None else vector(f"{owner}.gamma_in_{prefix}{b}"),
+                vector(f"{owner}.gamma_out_{prefix}{b}"),
                 None if bias is None else rows_of(bias, b),
             )
             for b in names
@@ -196,19 +244,48 @@ def reference_of(model):
 
         return apply
 
+    fc1_names = ("gate", "up") if c.gated_linear_unit else ("up",)
+
+    def dense(path, prefix="", owner=None):
+        return {
+            **branches(f"{path}.linear_fc1", fc1_names, fc1_rows, prefix, owner),
+            **branches(f"{path}.linear_fc2", ("down",), lambda t, b: t, prefix, owner),
+        }
+
+    def experts(path):
+        """The parts of a mixture, where every expert is a module of its own."""
+        whole = lambda t, b: t  # noqa: E731
+        inner = f"{path}.experts"
+        held = any(name.startswith(f"{inner}.gamma_") for name in leaves)  # one set for all experts
+        paths = [f"{inner}.local_experts.{expert}" for expert in range(c.num_moe_experts)]
+        found = {
+            **branches(f"{path}.router", ("router",), whole),
+            "experts": [dense(p, "expert_", inner if held else None) for p in paths],
+            "bias": dict(model.named_buffers()).get(f"{path}.router.expert_bias"),
+        }
+        if f"{path}.shared_experts.linear_fc1.weight" in leaves:
+            found["shared"] = dense(f"{path}.shared_experts", "shared_")
+        if f"{path}.shared_experts.gate_weight" in leaves:
+            gate = f"{path}.shared_experts"
+            name = "shared_expert_gate"
+            found["shared_gate"] = Branch(
+                leaf(f"{gate}.gate_weight"),
+                vector(f"{gate}.gamma_in_{name}"),
+                vector(f"{gate}.gamma_out_{name}"),
+            )
+        return found
+
     layers = []
     for index in range(c.num_layers):
         path = f"decoder.layers.{index}"
+        with_experts = f"{path}.mlp.router.weight" in leaves
         layers.append(
             {
                 "attention_norm": norm(f"{path}.input_layernorm", f"{path}.self_attention.linear_qkv"),
                 "mlp_norm": norm(f"{path}.pre_mlp_layernorm", f"{path}.mlp.linear_fc1"),
                 **branches(f"{path}.self_attention.linear_qkv", blocks, qkv_rows),
                 **branches(f"{path}.self_attention.linear_proj", ("o",), lambda t, b: t),
-                **branches(
-                    f"{path}.mlp.linear_fc1", ("gate", "up") if c.gated_linear_unit else ("up",), fc1_rows
-                ),
-                **branches(f"{path}.mlp.linear_fc2", ("down",), lambda t, b: t),
+                **(experts(f"{path}.mlp") if with_experts else dense(f"{path}.mlp")),
                 "head_norms": {b: norm(f"{path}.self_attention.{b}_layernorm") for b in ("q", "k", "v")},
             }
         )
@@ -229,5 +306,11 @@ def reference_of(model):
         head_dim=head_dim,
         gated=c.gated_linear_unit,
         rope=params["position"] is None,
+        routing=Routing(
+            chosen=c.moe_router_topk,
+            score=c.moe_router_score_function,
+            before_choice=c.moe_router_pre_softmax,
+            factor=c.moe_router_topk_scaling_factor or 1.0,
+        ),
     )
     return params, config, leaves

@@ -58,11 +58,12 @@ def import_without_gpu() -> None:
 def replace_kernels() -> None:
     """Replace products and norms, for good: call it in a process of its own."""
     import transformer_engine_torch as tex
-    from transformer_engine.pytorch.module import base, layernorm_linear, linear
+    from transformer_engine.pytorch.module import base, grouped_linear, layernorm_linear, linear
     from transformer_engine.pytorch.ops.basic import layer_norm, rmsnorm
 
     base.TransformerEngineBaseModule.prepare_forward = _prepare_forward
     layernorm_linear.general_gemm = linear.general_gemm = _gemm
+    grouped_linear.general_grouped_gemm = _grouped_gemm
     layernorm_linear.apply_normalization = _apply_normalization
     for owner in (tex, rmsnorm):
         owner.rmsnorm_fwd, owner.rmsnorm_bwd = _rmsnorm_fwd, _rmsnorm_bwd
@@ -97,6 +98,19 @@ def _gemm(a, b, *, layout="TN", out=None, accumulate=False, bias=None, grad=Fals
     if out is not None:
         result = out.add_(result) if accumulate else out.copy_(result)
     return result, bias_gradient, None, None
+
+
+def _grouped_gemm(a, b, out, *_, layout="TN", bias=None, use_bias=False, grad=False, **more):
+    """One product per expert, into one tensor after the other or into as many as there are experts."""
+    bias = bias if use_bias else [None] * len(a)
+    rows = [_gemm(x, y, layout=layout, bias=z, grad=grad) for x, y, z in zip(a, b, bias)]
+    results = [row[0] for row in rows]
+    if more.get("single_output"):
+        out[0].copy_(torch.cat(results))
+    else:
+        for target, result in zip(out, results):
+            target.copy_(result)
+    return out, [row[1] for row in rows], None
 
 
 def _apply_normalization(x, out, weight, bias, eps, quantizer, dtype, normalization, margin, zero_centered):

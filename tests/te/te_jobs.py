@@ -7,6 +7,7 @@ from typing import Any
 import kernels
 import torch
 from ranks import jobs
+from ranks.initial import name_of_expert
 from ranks.jobs import building, training
 
 TE = "transformer_engine"
@@ -28,6 +29,13 @@ def compare_with_reference(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     )
 
 
+def round_trips(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As the job of that name, on TransformerEngine's layers."""
+    return jobs.round_trips(
+        folder, [{**case, "overrides": {**case.get("overrides", {}), "implementation": TE}} for case in cases]
+    )
+
+
 def _build(kind: str = "llama", dtype: torch.dtype = torch.float64, implementation: str = TE, **overrides):
     from ranks.models import build_gpt
 
@@ -42,11 +50,14 @@ def _convert(model, **config: Any) -> None:
 
 def _stock_name(name: str) -> str:
     """A local model's parameter name as TransformerEngine's layers have it."""
+    name = name_of_expert(name, 0)
     name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
     return name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 
 
-def describe(kind: str, config: dict[str, Any], device: str = "cpu", **overrides: Any) -> dict[str, Any]:
+def describe(
+    kind: str, config: dict[str, Any], device: str = "cpu", experts: str | None = None, **overrides: Any
+) -> dict[str, Any]:
     """Parameters and checkpoint entries of the converted model, for both implementations.
 
     Returns:
@@ -57,21 +68,24 @@ def describe(kind: str, config: dict[str, Any], device: str = "cpu", **overrides
 
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from ranks.models import initialize_parallel
+    from ranks.models import EXPERTS, initialize_parallel
 
     from megatron_scalevec.audit import audit
     from megatron_scalevec.convert import parameter_roles
     from megatron_scalevec.vectors import vector_info, was_added
 
-    size = overrides.get("tensor_model_parallel_size", 1)
-    initialize_parallel(tensor_model_parallel_size=size)
+    sizes = {name: value for name, value in overrides.items() if name.endswith("_parallel_size")}
+    initialize_parallel(**sizes)
+    overrides = {**EXPERTS.get(experts, {}), **overrides}
     if device == "meta":
         overrides = {**overrides, "use_cpu_initialization": False, "init_model_with_meta_device": True}
     result = {}
     # Local layers name their device, which in CPU mode is the CPU.
     for implementation in ("local", TE) if device == "cpu" else (TE,):
+        # Local experts are a module each.
+        grouped = {"moe_grouped_gemm": True} if experts and implementation == TE else {}
         with torch.device(device):
-            model = _build(kind, torch.float32, implementation, **overrides)
+            model = _build(kind, torch.float32, implementation, **overrides, **grouped)
         _convert(model, **config)
         roles = parameter_roles(model)
         parameters = {}
@@ -293,3 +307,84 @@ def spec_and_call(strategy: str) -> bool:
     torch.manual_seed(7)
     built = _build(dtype=torch.float32, spec=scalevec_layer_spec(base, ScaleVecConfig(strategy=strategy)))
     return training._start_of([built]) == training._start_of([called])
+
+
+def convert_grouped(case: str) -> dict[str, Any]:
+    """Make grouped experts unfit, convert, and look at the model; or break the forward pass afterwards."""
+    import transformer_engine.pytorch as te
+    from ranks.models import EXPERTS, SIZES, initialize_parallel
+
+    from megatron_scalevec import ScaleVecError
+
+    initialize_parallel()
+    model = _build(moe_grouped_gemm=True, **EXPERTS["mixtral"])
+    linear = model.decoder.layers[-1].mlp.experts.linear_fc1
+    linear.fuse_wgrad_accumulation = True
+    if case == "no-interception":
+        linear._get_weight_tensors = None
+    elif case == "quantized":
+        linear.weight0.__class__ = type("Quantized", (torch.nn.Parameter,), {})
+    before = building._state(model)
+    try:
+        _convert(model, strategy="hg")
+    except ScaleVecError as error:
+        return {"error": str(error), "unchanged": building._same(before, building._state(model))}
+    if case == "bypassed":
+        te.GroupedLinear.forward = lambda self, inp, *_, **__: inp @ self.weight0.T
+        tokens = torch.arange(SIZES["sequence"])[None]
+        try:
+            model(tokens, tokens, None)
+        except RuntimeError as error:
+            return {"error": str(error), "unchanged": True}
+    return {"error": "", "unchanged": False, "fused": linear.fuse_wgrad_accumulation}
+
+
+def stock_entries(kind: str, experts: str) -> dict[str, tuple[int, ...] | None]:
+    """What a stock model of TransformerEngine's layers asks of a checkpoint.
+
+    Args:
+        kind: Of model, see :func:`ranks.models.build_gpt`.
+        experts: ``none``, or four as ``sequential`` or ``grouped`` linears.
+
+    Returns:
+        Key to the whole tensor's shape; name of an extra state to None.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
+    from megatron.core.dist_checkpointing.utils import extract_sharded_base
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    grouped = experts == "grouped"
+    overrides: dict[str, Any] = {}
+    if experts != "none":
+        overrides = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+        overrides["moe_grouped_gemm"] = grouped
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=overrides.get("num_moe_experts"), moe_grouped_gemm=grouped, qk_layernorm=True
+    )
+    spec.submodules.self_attention.submodules.core_attention = DotProductAttention
+    model = _build(kind, torch.float32, spec=spec, **overrides)
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state = model.sharded_state_dict(metadata=metadata)
+    apply_factories(state)
+    entries, _ = extract_sharded_base(state)
+    found: dict[str, tuple[int, ...] | None] = {}
+    for entry in _leaves(entries):
+        if isinstance(entry, ShardedObject):
+            found[entry.unique_key] = None
+        else:
+            found[entry.key] = tuple(entry.global_shape)
+    return found
+
+
+def _leaves(node: Any):
+    if isinstance(node, dict):
+        node = node.values()
+    elif not isinstance(node, (list, tuple)):
+        yield node
+        return
+    for item in node:
+        yield from _leaves(item)

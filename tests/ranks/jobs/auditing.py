@@ -9,7 +9,7 @@ import torch
 
 from ranks.jobs.building import _converted
 
-__all__ = ["audit_broken", "audit_table", "explain_line", "write_audit"]
+__all__ = ["audit_broken", "audit_table", "explain_command", "explain_line", "write_audit"]
 
 
 def audit_broken(breakage: str | None) -> dict[str, Any]:
@@ -101,3 +101,20 @@ def explain_line(arguments: list[str], of: int | None = None, **options: Any) ->
     except ScaleVecError as error:
         return {"error": str(error)}
     return {"error": None, "text": text(found), **json.loads(found.to_json())}
+
+
+def explain_command(arguments: list[str]) -> dict[str, Any]:
+    """``scalevec explain`` with its own options: exit code, output, and its sentence if it refuses."""
+    import contextlib
+    import io
+
+    from megatron_scalevec import ScaleVecError
+    from megatron_scalevec.explain import main
+
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            code = main(arguments)
+    except ScaleVecError as error:
+        return {"code": 2, "printed": printed.getvalue(), "error": str(error)}
+    return {"code": code, "printed": printed.getvalue(), "error": None}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ranks.initial import fill_by_name
+from ranks.initial import fill_by_name, name_of_expert
 
 __all__ = ["compare_with_apex_norms", "compare_with_reference", "gradients"]
 
@@ -16,7 +16,7 @@ def compare_with_reference(cases: list[dict[str, Any]], dtype: str = "float64") 
 
     Args:
         cases: Each with ``kind`` of model, ``config`` of the strategy and ``overrides`` of Megatron's
-            configuration.
+            configuration; ``experts`` names one of ``models.EXPERTS``.
         dtype: Of the model; the reference is float64.
 
     Returns:
@@ -31,15 +31,19 @@ def compare_with_reference(cases: list[dict[str, Any]], dtype: str = "float64") 
 
 
 def _compare(
-    dtype: torch.dtype, kind: str, config: dict[str, Any], overrides: dict[str, Any] | None = None
+    dtype: torch.dtype,
+    kind: str,
+    config: dict[str, Any],
+    overrides: dict[str, Any] | None = None,
+    experts: str | None = None,
 ) -> dict[str, Any]:
     from reference import gpt_logits
 
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
     from megatron_scalevec.audit import audit
-    from ranks.models import SIZES, build_gpt, reference_of
+    from ranks.models import EXPERTS, SIZES, build_gpt, reference_of
 
-    model = build_gpt(kind, dtype, **(overrides or {}))
+    model = build_gpt(kind, dtype, **{**EXPERTS.get(experts, {}), **(overrides or {})})
     tokens = torch.randint(
         SIZES["vocabulary"], (SIZES["sequence"],), generator=torch.Generator().manual_seed(3)
     )
@@ -60,12 +64,16 @@ def _compare(
     target = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4)).double()
     (ours * target).sum().backward()
     (expected * target).sum().backward()
+    for leaf in leaves.values():
+        if leaf.grad is None:  # of an expert without tokens, whose gradient must be zero and not missing
+            leaf.grad = torch.zeros_like(leaf)
     worst = 0.0
     # Some gradients are zero in exact arithmetic (a bias on all keys shifts no attention weight): what is
     # left of them is rounding, measured against the largest gradient of the model.
-    floor = 1e-3 * max(float(leaf.grad.abs().max()) for leaf in leaves.values() if leaf.grad is not None)
+    floor = 1e-3 * max(float(leaf.grad.abs().max()) for leaf in leaves.values())
     for name, param in model.named_parameters():
         if param.requires_grad:
+            name = name_of_expert(name, 0)
             expected_grad = leaves[name].grad
             scale = max(float(expected_grad.abs().max()), floor, _size_of_terms(name, leaves))
             worst = max(worst, float((param.grad - expected_grad).abs().max()) / scale)

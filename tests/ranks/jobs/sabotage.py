@@ -43,6 +43,48 @@ def _mark_as_sharded(patches) -> None:
     patches.wrap(linear, "add_vector", marked)
 
 
+def _reduce_as(allreduce: bool, kind: str):
+    """Vectors of one kind of owner, reduced over another data-parallel group than they belong to."""
+
+    def sabotage(patches) -> None:
+        from megatron_scalevec.layers import linear
+
+        def marked(add):
+            def add_vector(owner, name, *args, **kwargs):
+                add(owner, name, *args, **kwargs)
+                if kind in type(owner).__name__:
+                    for parameter in owner.parameters(recurse=False):
+                        if hasattr(parameter, "scalevec_info"):
+                            parameter.allreduce = allreduce
+
+            return add_vector
+
+        patches.wrap(linear, "add_vector", marked)
+
+    return sabotage
+
+
+def _count_once(patches) -> None:
+    """Vectors of experts as unsharded as Megatron takes them to be."""
+    from megatron_scalevec.convert import experts
+
+    patches.set(experts, "_count_in_gradient_norm", lambda linears: None)
+
+
+def _forget_expert(patches) -> None:
+    """The last local expert of a layer keeps its stock linear."""
+    from megatron_scalevec.convert import experts
+
+    def without(convert):
+        def converted(self, **what):
+            self.linears = self.linears[:-1]
+            convert(self, **what)
+
+        return converted
+
+    patches.wrap(experts.RoutedMap, "convert", without)
+
+
 def _forget_mtp(patches) -> None:
     """Layers inside the MTP block are passed over."""
     from megatron_scalevec import convert
@@ -83,11 +125,25 @@ def _bypass_decay(patches) -> None:
     patches.wrap(hooks, "install", lambda install: then(install, put_back))
 
 
+def _check_before_gathering(patches) -> None:
+    from megatron.core.distributed import DistributedDataParallel
+
+    def without_gathering(original):
+        return lambda self, param_sync=True: original(self, param_sync=False)
+
+    patches.wrap(DistributedDataParallel, "disable_forward_pre_hook", without_gathering)
+
+
 SABOTAGE = {
     "tensor-parallel-sum": _drop_tensor_parallel_sum,
     "row-map": _wrong_row_map,
     "marked-as-sharded": _mark_as_sharded,
+    "allreduce": _reduce_as(True, "ParallelLinear"),
+    "expert-parallel-sum": _reduce_as(False, "SequentialMLP"),
+    "counted-once": _count_once,
+    "expert-forgotten": _forget_expert,
     "mtp-forgotten": _forget_mtp,
+    "check before gathering": _check_before_gathering,
     "bypass model": _bypass_model,
     "bypass decay overrides": _bypass_decay,
 }

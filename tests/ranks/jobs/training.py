@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_scalevec.vectors import VectorInfo
-from ranks.initial import fill_by_name
+from megatron_scalevec.vectors import VectorInfo, vector_info
+from ranks.initial import fill_by_name, name_of_expert
 from ranks.jobs.sabotage import SABOTAGE, then
 
 __all__ = ["launch_only", "own_loop", "train", "train_by_door"]
@@ -40,7 +40,9 @@ def train(
 
     Returns:
         ``losses`` (empty on ranks without the last pipeline stage), ``grad_norms``, ``vectors``: final
-        values of all 1-D parameters by name over the whole pipeline, ``audit`` as a dict or None.
+        values of all 1-D parameters by name over the whole pipeline, ``moments``: checksums of this rank's
+        optimizer states, in the order of the groups, ``weight_decay``: the values of the groups before each
+        step, ``audit`` as a dict or None.
     """
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
@@ -70,12 +72,15 @@ def train(
             patches.set(initialize, "validate_args", arguments.validate_args)
 
     record: dict[str, Any] = {"losses": [], "grad_norms": [], "vectors": {}, "audit": None, "start": {}}
+    record["weight_decay"] = []
     chunks: list[torch.nn.Module] = []
+    optimizers: list[Any] = []
 
     def start_by_name(original):
         def setup_model_and_optimizer(*args, **kwargs):
             model, optimizer, scheduler = original(*args, **kwargs)
             chunks.extend(unwrap_model(model))
+            optimizers.append(optimizer)
             record["start"] = _start_of(chunks)
             if by_name:
                 for chunk in chunks:
@@ -92,6 +97,8 @@ def train(
 
     def recorded(original):
         def train_step(*args, **kwargs):
+            groups = args[3].param_groups
+            record["weight_decay"].append(sorted({group["weight_decay"] for group in groups}))
             result = original(*args, **kwargs)
             if "lm loss" in result[0]:
                 record["losses"].append(float(result[0]["lm loss"]))
@@ -123,15 +130,41 @@ def train(
             for name, module in chunk.named_modules()
             if hasattr(module, "layer_number") and name.split(".")[-1].isdigit()
         }
+        offsets = {
+            f"{name}.experts.": module.local_expert_indices[0]
+            for name, module in chunk.named_modules()
+            if hasattr(module, "local_expert_indices")
+        }
         for name, param in chunk.named_parameters():
-            if param.dim() == 1 and not getattr(param, "tensor_model_parallel", False):
+            if param.dim() == 1 and (
+                vector_info(param) or not getattr(param, "tensor_model_parallel", False)
+            ):
+                for path, offset in offsets.items():
+                    if name.startswith(path):
+                        name = name_of_expert(name, offset)
                 for path, number in layers.items():
                     if name.startswith(path + "."):
                         name = f"layer{number}{name[len(path) :]}"
                 record["vectors"][name] = param.detach().float().numpy().copy()
+    record["moments"] = [checksum for optimizer in optimizers for checksum in _moments_of(optimizer)]
     if hooks.installed() and hooks.session().audit is not None:
         record["audit"] = json.loads(hooks.session().audit.to_json())
     return record
+
+
+def _moments_of(optimizer: Any) -> list[str]:
+    """Checksums of every tensor of an optimizer's state, step counts left out."""
+    from megatron_scalevec.audit.groups import members_of
+
+    found = []
+    for member in members_of(optimizer) if optimizer is not None else ():
+        inner = getattr(member, "optimizer", member)
+        for group in inner.param_groups:
+            for param in group["params"]:
+                for key, value in sorted(inner.state.get(param, {}).items()):
+                    if isinstance(value, torch.Tensor) and key != "step":
+                        found.append(f"{key} {hashlib.sha256(value.float().numpy().tobytes()).hexdigest()}")
+    return found
 
 
 def _start_of(chunks: list[torch.nn.Module]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Checkpoints: reading and writing them without a model, the way in from stock Megatron and the way back."""

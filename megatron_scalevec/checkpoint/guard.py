@@ -1,0 +1,113 @@
+"""A model whose checkpoints stock Megatron refuses, because it would compute something else from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_scalevec.checkpoint.keys import GUARD, GUARD_SHAPE, WEIGHT, raw_key
+from megatron_scalevec.layers.common import mixed_class
+from megatron_scalevec.layers.linear import FoldedLinear
+from megatron_scalevec.layers.norm import ScaledNorm
+from megatron_scalevec.vectors import was_added
+
+__all__ = ["Guarded", "foreign_weights", "protect"]
+
+
+def foreign_weights(model: torch.nn.Module) -> dict[str, str]:
+    """Weights that a stock model would take for something else, by name.
+
+    These are the raw weights of linears with scale vectors, norms whose scale has moved into a vector of
+    ours (what is left is one), and the q/k/v weight of an attention that has got norms on its heads. The
+    strategies without any, ``none`` and mostly ``iwd``, leave a checkpoint that stock Megatron reads
+    correctly.
+
+    Returns:
+        Name of the weight to the name of a parameter near it that every tensor-parallel rank holds whole.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, FoldedLinear | ScaledNorm):
+            found[f"{path}.{WEIGHT}"] = f"{path}.{next(_added(module))}"
+        elif hasattr(module, "linear_qkv"):
+            for norm in ("q_layernorm", "k_layernorm", "v_layernorm"):
+                weight = getattr(getattr(module, norm, None), WEIGHT, None)
+                if weight is not None and was_added(weight):
+                    found[f"{path}.linear_qkv.{WEIGHT}"] = f"{path}.{norm}.{WEIGHT}"
+    return found
+
+
+def _added(module: torch.nn.Module) -> Iterator[str]:
+    return (name for name, param in module.named_parameters(recurse=False) if was_added(param))
+
+
+class Guarded:
+    """Mixin over ``GPTModel``: renames :func:`foreign_weights` on their way out, and back on their way in.
+
+    In torch_dist checkpoints the weight's key is another, and the stock key holds a guard (see
+    :mod:`megatron_scalevec.checkpoint.keys`); the optimizer's keys follow those of the model. In the format
+    ``torch`` the weight gets one more axis of size one: when loading fails there, Megatron tries again
+    without strictness, and only a wrong shape still fails then.
+    """
+
+    scalevec_starts_from_stock = False
+    """Set while a stock checkpoint is loaded: the model then asks for a stock model's tensors."""
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As the model's, with the keys of the class's description."""
+        result = super().sharded_state_dict(prefix, *args, **kwargs)
+        if self.scalevec_starts_from_stock:
+            added = {prefix + name for name, param in self.named_parameters() if was_added(param)}
+            return {name: entry for name, entry in result.items() if name not in added}
+        for name, companion in foreign_weights(self).items():
+            entry = result[prefix + name]
+            result[f"{prefix}{GUARD}.{name}"] = _guard(entry.key, result[prefix + companion])
+            entry.key = raw_key(entry.key)
+        return result
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As the model's, for the format ``torch``."""
+        result = super().state_dict_for_save_checkpoint(prefix, *args, **kwargs)
+        for name in foreign_weights(self):
+            result[prefix + name] = result[prefix + name][None]
+        return result
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """As the model's; from a stock checkpoint, the scales of norms move into the vectors."""
+        if not self.scalevec_starts_from_stock:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        from megatron_scalevec.checkpoint.from_stock import absorb_norms
+
+        own = {name: param.detach() for name, param in self.named_parameters() if was_added(param)}
+        result = super().load_state_dict({**own, **state_dict}, *args, **kwargs)
+        absorb_norms(self)
+        return result
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        for name in foreign_weights(self):
+            state_dict.pop(f"{prefix}{GUARD}.{name}", None)
+            loaded = state_dict.get(prefix + name)
+            if loaded is not None and loaded.dim() == self.get_parameter(name).dim() + 1:
+                state_dict[prefix + name] = loaded.squeeze(0)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def protect(model: torch.nn.Module) -> None:
+    """Make a converted model's checkpoints safe."""
+    model.__class__ = mixed_class(Guarded, type(model))
+
+
+def _guard(key: str, near: Any) -> Any:
+    """A guard for the place of ``key``, stacked and replicated as its neighbour ``near``."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    stacked = near.prepend_axis_num
+    return ShardedTensor.from_rank_offsets(
+        key,
+        torch.zeros(GUARD_SHAPE, device=near.data.device if near.data is not None else None),
+        *((axis, near.global_offset[axis], near.global_shape[axis]) for axis in range(stacked)),
+        replica_id=near.replica_id,
+        prepend_axis_num=stacked,
+    )

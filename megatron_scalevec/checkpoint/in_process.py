@@ -1,0 +1,89 @@
+"""Fold a built model in place, for inference and evaluation."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from megatron_scalevec.checkpoint.guard import Guarded
+from megatron_scalevec.convert import applied_config
+from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.layers.attention import ScaleVecSelfAttention
+from megatron_scalevec.layers.linear import FoldedLinear
+from megatron_scalevec.layers.norm import NormHandle, ScaledNorm
+from megatron_scalevec.vectors import compose_vector, vector_info, was_added
+
+__all__ = ["fold"]
+
+
+def fold(model: torch.nn.Module) -> None:
+    """Write W_eff into the weights and take the scale vectors away, so that no forward pass forms it.
+
+    The model is Megatron's own then, class by class, and computes what it computed. Where it normalizes
+    values (dual-norm), that norm stays, with its class; q and k norms are Megatron's.
+
+    Args:
+        model: A ``GPTModel`` with scale vectors, wrapped or not, on which no optimizer works.
+
+    Raises:
+        ScaleVecError: It has none, or it is set up for training: an optimizer would go on with parameters
+            that are gone.
+    """
+    while not isinstance(model, GPTModel) and isinstance(getattr(model, "module", None), torch.nn.Module):
+        model = model.module
+    config = applied_config(model)
+    if config is None or not config.active:
+        raise ScaleVecError("the model carries no scale vectors, so there is nothing to fold.")
+    if any(getattr(param, "main_grad", None) is not None for param in model.parameters()):
+        raise ScaleVecError(
+            "the model is set up for training (its parameters have gradient buffers), and folding would take "
+            "parameters from under the optimizer; fold a model that was built for inference, or use scalevec "
+            "fold on the checkpoint."
+        )
+    zero_centered = bool(getattr(model.config, "layernorm_zero_centered_gamma", False))
+    with torch.no_grad():
+        for module in list(model.modules()):
+            if isinstance(module, FoldedLinear):
+                _fold_linear(module)
+            elif isinstance(module, ScaledNorm) and module.scalevec_tp_group is None:
+                _fold_norm(module, zero_centered)
+        for name, param in model.named_parameters():
+            if name.endswith("weight"):
+                param.requires_grad_(True)
+    if not any(isinstance(module, ScaleVecSelfAttention) for module in model.modules()):
+        _restore_class(model, Guarded)
+        del model.scalevec_config
+
+
+def _fold_linear(linear: FoldedLinear) -> None:
+    linear.weight.copy_(linear.folded_weight())
+    _remove_vectors(linear)
+    for name in ("scalevec_branch_of_row", "scalevec_slot_of_row"):
+        del linear._buffers[name]
+        linear._non_persistent_buffers_set.discard(name)
+    for name in ("scalevec_in", "scalevec_out", "scalevec_fed_by"):
+        linear.__dict__.pop(name, None)
+    _restore_class(linear, FoldedLinear)
+
+
+def _fold_norm(norm: torch.nn.Module, zero_centered: bool) -> None:
+    gamma, own = compose_vector(norm, "gamma"), NormHandle(norm)
+    own.weight.copy_(gamma - 1 if zero_centered else gamma)
+    if own.bias is not None:
+        own.bias.mul_(gamma)
+    _remove_vectors(norm)
+    norm.__dict__.pop("scalevec_tp_group", None)
+    _restore_class(norm, ScaledNorm)
+
+
+def _remove_vectors(owner: torch.nn.Module) -> None:
+    for name, param in list(owner.named_parameters(recurse=False)):
+        if vector_info(param) is not None and was_added(param):
+            delattr(owner, name)
+    owner.__dict__.pop("scalevec_reparameterizations", None)
+
+
+def _restore_class(module: torch.nn.Module, ours: type) -> None:
+    """The class below those of ours."""
+    below = (cls for cls in type(module).__mro__ if not issubclass(cls, ours))
+    module.__class__ = next(cls for cls in below if issubclass(cls, torch.nn.Module))  # not another mixin

@@ -1,0 +1,67 @@
+"""Names of a checkpoint's tensors, and those that stock Megatron must not find.
+
+A stock model asks for ``linear_qkv.weight`` and nothing else, so a raw weight under that key would load
+without a word and lose its scale vectors. It is therefore stored as ``linear_qkv.scalevec_weight``, and the
+stock key holds a *guard*, an empty tensor of a shape that no weight has. Megatron compares shapes whatever
+``--dist-ckpt-strictness`` says, while several of its values pass over keys that are missing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_scalevec.errors import ScaleVecError
+
+__all__ = [
+    "GUARD",
+    "GUARD_SHAPE",
+    "RAW",
+    "WEIGHT",
+    "is_raw",
+    "raw_key",
+    "require_raw_weights",
+    "stock_key",
+]
+
+WEIGHT = "weight"
+RAW = "scalevec_weight"
+GUARD = "scalevec_guard"
+GUARD_SHAPE = (1, 1, 1)
+"""Behind the axes over which layers and experts are stacked. Weights have one or two of their own there."""
+
+
+def raw_key(key: str) -> str:
+    """``a.b.weight`` to ``a.b.scalevec_weight``. Keys of optimizer states end in the parameter's."""
+    stem, dot, last = key.rpartition(".")
+    if last != WEIGHT:
+        raise ValueError(f"{key} is no weight's key")
+    return f"{stem}{dot}{RAW}"
+
+
+def is_raw(key: str) -> bool:
+    """Whether a key is one that :func:`raw_key` makes."""
+    return key.rpartition(".")[2] == RAW
+
+
+def stock_key(key: str) -> str:
+    """The inverse of :func:`raw_key`; any other key as it is."""
+    stem, dot, last = key.rpartition(".")
+    return f"{stem}{dot}{WEIGHT}" if last == RAW else key
+
+
+def require_raw_weights(folder: str, args: Any) -> None:
+    """Refuse a checkpoint of a run whose optimizer folded: its weights are W_eff, not W.
+
+    Args:
+        folder: Where it lies, for the message.
+        args: The arguments stored in it.
+
+    Raises:
+        ScaleVecError: It is one.
+    """
+    if getattr(args, "scalevec_executed", None) == "optimizer":
+        raise ScaleVecError(
+            f"{folder} was written with --scalevec-execution optimizer, so its weights are folded already while "
+            "its vectors are still there, which this version cannot convert; stock Megatron reads the model part "
+            "as it is (--no-load-optim)."
+        )

@@ -1,0 +1,107 @@
+"""Small models and recipes: Hugging Face configs, and what makes a recipe run on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["LOCAL", "hf_config", "recipe"]
+
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+
+LOCAL = {
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "use_cpu_initialization": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "bf16": False,
+    "fp16": False,
+    "params_dtype": torch.float32,
+    "pipeline_dtype": torch.float32,
+    "autocast_dtype": torch.float32,
+    "seq_length": 32,
+    "moe_grouped_gemm": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_flex_dispatcher_backend": None,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+}
+"""Fields of a model configuration that megatron-core's own layers need on a CPU."""
+
+
+def hf_config(kind: str) -> Any:
+    """A small ``llama``, ``qwen3``, ``qwen3_moe`` or ``gemma2``, as Hugging Face describes it."""
+    import transformers
+
+    name = {
+        "llama": "LlamaConfig",
+        "qwen3": "Qwen3Config",
+        "qwen3_moe": "Qwen3MoeConfig",
+        "gemma2": "Gemma2Config",
+    }[kind]
+    more = {}
+    if kind == "qwen3_moe":
+        more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    config = getattr(transformers, name)(**SIZES, **more)
+    config.architectures = [name.replace("Config", "ForCausalLM")]
+    return config
+
+
+def recipe(kind: str, folder: Path, iterations: int = 4, **model: Any) -> Any:
+    """Bridge's vanilla recipe with the model of that kind, cut down to what a CPU can do."""
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+    from megatron.bridge.recipes.gpt.vanilla_gpt import vanilla_gpt_pretrain_config
+
+    container = vanilla_gpt_pretrain_config()
+    container.model = AutoBridge.from_hf_config(hf_config(kind)).to_megatron_provider(load_weights=False)
+    for name, value in {**LOCAL, **model}.items():
+        setattr(container.model, name, value)
+    container.model.transformer_layer_spec = local_layer_spec
+    container.mixed_precision = None
+    container.env_vars = {}
+    container.dataset.seq_length = 32
+    container.dataset.num_workers = 0
+    container.dataset.split = "99,1,0"
+    container.tokenizer.vocab_size = 127
+    container.train.train_iters = iterations
+    container.train.global_batch_size = 4
+    container.train.micro_batch_size = 2
+    container.validation.eval_iters = 0
+    container.validation.eval_interval = 1000
+    container.scheduler.lr_warmup_iters = 2
+    container.scheduler.lr_decay_iters = 20
+    container.optimizer.lr = 3e-3
+    container.optimizer.min_lr = 3e-4
+    container.optimizer.bf16 = container.optimizer.fp16 = False
+    container.optimizer.params_dtype = torch.float32
+    container.optimizer.use_distributed_optimizer = False
+    container.ddp.use_distributed_optimizer = False
+    container.ddp.grad_reduce_in_fp32 = False
+    container.dist.distributed_backend = "gloo"
+    container.logger.log_interval = 1
+    container.logger.tensorboard_dir = None
+    container.checkpoint.save = str(folder)
+    container.checkpoint.load = None
+    container.checkpoint.save_interval = 1000
+    container.checkpoint.async_save = False
+    return container

@@ -1,0 +1,53 @@
+"""Every YAML in examples/bridge, merged into the recipe of Bridge that it is for, and audited."""
+
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "bridge"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "nemo.md"
+
+# What the recipe would fetch from Hugging Face.
+LLAMA3_8B = {
+    "class": "LlamaConfig",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+# File to recipe, Hugging Face config, layers of the recipe, and (layers built, parameters of stock).
+DENSE = {
+    "gpt_0.12b": ("vanilla_gpt_pretrain_config", None, 12, (12, 123_587_328)),
+    "gpt_1b": ("vanilla_gpt_pretrain_config", None, 22, (22, 1_028_065_024)),
+    "llama3_8b": ("llama3_8b_pretrain_config", LLAMA3_8B, 32, (2, None)),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense(bridge_ranks, name):
+    recipe, hf, layers, (built, parameters) = DENSE[name]
+    files = [str(EXAMPLES / f"{name}.yaml"), str(EXAMPLES / "unified.yaml")]
+    [found] = bridge_ranks.run("recipe_of_example", recipe=recipe, files=files, hf=hf, layers=built)
+    assert found["error"] is None and found["layers"] == layers
+    audit = found["audit"]
+    assert (audit["strategy"], audit["linears_converted"]) == ("unified", 2 * built)
+    assert audit["built_vectors"] == audit["expected_vectors"]
+    if parameters is not None:
+        assert audit["parameters_stock"] == parameters
+    [stock] = bridge_ranks.run("recipe_of_example", recipe=recipe, files=files[:1], hf=hf, layers=built)
+    assert stock["error"] is None and stock["audit"] is None
+    assert stock["parameters"] == audit["parameters_stock"]
+
+
+def test_every_example_has_its_command():
+    text = DOCS.read_text()
+    names = {file.stem for file in EXAMPLES.glob("*.yaml")}
+    assert {"unified", *DENSE, "moe_1b_a0.3b", "qwen3_30b_a3b"} == names
+    for name in names:
+        assert f"--config {name}.yaml" in text

@@ -1,0 +1,208 @@
+"""What the ranks of the nemo-toolkit tests do; see ``tests/ranks/jobs``."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["describe_recipe", "resolve", "train"]
+
+
+class _NoCluster(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """An empty ``leptonai``: nemo_run imports it for a cloud that nobody uses here."""
+
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] == "leptonai":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = _anything
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+def _anything(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
+
+
+def prepare() -> None:
+    """Import NeMo once for all ranks, before CPU mode hides what NeMo may look for."""
+    sys.meta_path.insert(0, _NoCluster())
+    from megatron_scalevec import cpu
+
+    cpu.install()
+    import nemo.collections.llm  # noqa: F401
+
+
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "seq_length": 32,
+    "vocab_size": 128,
+}
+
+LOCAL = {
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "use_cpu_initialization": True,
+    "deallocate_pipeline_outputs": False,
+    "bf16": False,
+    "params_dtype": torch.float32,
+    "pipeline_dtype": torch.float32,
+}
+
+
+def _resolved(factory: str, yaml: str, folder: str) -> Any:
+    """The recipe as ``nemo llm pretrain --factory FACTORY --yaml FILE`` would run it."""
+    from nemo.collections import llm
+    from nemo_run.cli.lazy import LazyEntrypoint
+
+    file = Path(folder) / "recipe.yaml"
+    file.write_text(yaml)
+    return LazyEntrypoint(llm.pretrain, factory=factory, yaml=str(file)).resolve()
+
+
+def resolve(factory: str, yaml: str, folder: str) -> dict[str, Any]:
+    """Merge a YAML text into a recipe.
+
+    Returns:
+        ``spec``: what the model's configuration then holds, ``sendable``: whether a cluster's packager can
+        write it, ``error``: type and text where it stops.
+    """
+    try:
+        recipe = _resolved(factory, yaml, folder)
+    except Exception as error:
+        return {"error": (type(error).__name__, str(error))}
+    from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+
+    return {
+        "error": None,
+        "spec": str(recipe.model.config.transformer_layer_spec),
+        "sendable": len(ZlibJSONSerializer().serialize(recipe.model)) > 0,
+    }
+
+
+def _build(recipe: Any, more: dict[str, Any]):
+    import fiddle
+    from megatron.core import parallel_state, tensor_parallel
+
+    for name, value in more.items():
+        setattr(recipe.model.config, name, value)
+    config = fiddle.build(recipe.model.config)
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    return config, config.configure_model(None)
+
+
+def train(factory: str, yaml: str, folder: str, steps: int = 20) -> dict[str, Any]:
+    """Build a small model from a recipe as NeMo does, and train it on one batch.
+
+    The optimizer is made by NeMo's own ``setup_megatron_optimizer``.
+
+    Returns:
+        ``losses``, ``decays`` (name to weight decay in the optimizer's group), ``config`` (class name),
+        ``error``.
+    """
+    import fiddle
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    recipe = _resolved(factory, yaml, folder)
+    result: dict[str, Any] = {"losses": [], "decays": {}, "error": None}
+    try:
+        config, model = _build(recipe, {**SMALL, **LOCAL})
+        result["config"] = type(config).__name__
+        wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+        recipe.optim.config.bf16 = False
+        recipe.optim.config.use_distributed_optimizer = False
+        recipe.optim.config.params_dtype = torch.float32
+        recipe.optim.config.lr = 3e-3
+        module = fiddle.build(recipe.optim)
+        optimizer = _optimizer_of_nemo(module, wrapped)
+    except Exception as error:
+        result["error"] = (type(error).__name__, str(error))
+        return result
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 128, (4, 33))
+    positions = torch.arange(32).expand(4, -1)
+    mask = torch.triu(torch.ones(32, 32, dtype=torch.bool), 1)[None, None]
+    for _ in range(steps):
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = wrapped(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).float().mean()
+        loss.backward()
+        wrapped.finish_grad_sync()
+        optimizer.step()
+        result["losses"].append(loss.item())
+    names = {id(param): name for name, param in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            result["decays"][names[id(param)]] = group["weight_decay"]
+    return result
+
+
+def _optimizer_of_nemo(module: Any, wrapped: Any) -> Any:
+    """NeMo's optimizer over one wrapped model, without Lightning around it."""
+    from nemo.lightning._strategy_lib import setup_megatron_optimizer
+
+    class Chunks(list):
+        ddp_config = wrapped.ddp_config
+
+    class Chunk:
+        pass
+
+    chunk = Chunk()
+    chunk.module = wrapped
+    made = setup_megatron_optimizer(
+        Chunks([chunk]),
+        module.config,
+        no_weight_decay_cond=module.no_weight_decay_cond,
+        scale_lr_cond=module.scale_lr_cond,
+        lr_mult=module.lr_mult,
+    )
+    return made.mcore_optimizer
+
+
+def describe_recipe(factory: str, yaml: str, folder: str, layers: int = 2) -> dict[str, Any]:
+    """Build a recipe's model of full width on the meta device, with ``layers`` layers, and audit it.
+
+    Returns:
+        ``audit`` as a dict, or ``error``.
+    """
+    import json
+
+    from megatron_scalevec.audit import audit
+
+    recipe = _resolved(factory, yaml, folder)
+    try:
+        more = {**LOCAL, "num_layers": layers, "init_model_with_meta_device": False}
+        if getattr(recipe.model.config, "vocab_size", None) is None:
+            more["vocab_size"] = 50304
+        import fiddle  # noqa: F401
+
+        with torch.device("meta"):
+            _, model = _build(recipe, more)
+        return {"error": None, "audit": json.loads(audit(model).to_json())}
+    except Exception as error:
+        return {"error": (type(error).__name__, str(error))}

@@ -1,0 +1,90 @@
+"""nemo-toolkit 2.7: from a recipe's YAML to a model that trains."""
+
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "nemo"
+LINE = "model.config.transformer_layer_spec: megatron_scalevec.nemo.{}\n"
+
+
+@pytest.fixture(scope="module")
+def unified(nemo_ranks, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("unified"))
+    [run] = nemo_ranks.run("train", factory="llama32_1b", yaml=LINE.format("unified"), folder=folder)
+    return run
+
+
+def test_yaml_alone_brings_the_strategy_and_its_weight_decay(unified):
+    assert unified["error"] is None
+    assert unified["config"] == "Llama32Config1B"
+    decays = unified["decays"]
+    assert decays["decoder.layers.0.self_attention.linear_qkv.gamma_in_q_alpha"] == 0.1
+    assert decays["decoder.layers.0.self_attention.q_layernorm.gamma_alpha"] == 0.0
+    assert decays["decoder.layers.1.mlp.linear_fc1.gamma_out_up_beta"] == 0.1
+    assert decays["decoder.layers.1.mlp.linear_fc1.weight"] == 0.1
+
+
+def test_the_model_trains(unified):
+    """One batch over and over: far below ln(128) = 4.85 in twenty steps."""
+    assert unified["losses"][0] == pytest.approx(4.85, abs=0.3)
+    assert unified["losses"][-1] < 2.5
+
+
+def test_stock_stays_stock(nemo_ranks, tmp_path):
+    [run] = nemo_ranks.run("train", factory="llama32_1b", yaml="log.name: x\n", folder=str(tmp_path))
+    assert run["error"] is None and run["losses"][-1] < 2.5
+    assert not [name for name in run["decays"] if "gamma" in name]
+    assert {decay for name, decay in run["decays"].items() if "norm" in name} == {0.0}
+
+
+def test_the_decay_without_the_model_is_refused(nemo_ranks, tmp_path):
+    yaml = "optim.no_weight_decay_cond: megatron_scalevec.nemo.no_weight_decay\n"
+    [run] = nemo_ranks.run("train", factory="llama32_1b", yaml=yaml, folder=str(tmp_path))
+    assert run["error"][0] == "ScaleVecError" and "the model has none" in run["error"][1]
+
+
+def test_a_condition_of_ones_own_is_refused(nemo_ranks, tmp_path):
+    yaml = LINE.format("hg") + (
+        "optim.no_weight_decay_cond: megatron_scalevec.nemo.no_weight_decay(policy=none)\n"
+    )
+    [run] = nemo_ranks.run("train", factory="llama32_1b", yaml=yaml, folder=str(tmp_path))
+    assert run["error"][0] == "ScaleVecError" and "drop it" in run["error"][1]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        # nemo_run's own error, with the name in it.
+        ("unifed", "megatron_scalevec.nemo.unifed"),
+        ("layer_spec(strategy=unifed)", "layer_spec(strategy=unifed"),
+        ("layer_spec(strategy=or,placement=output)", "strategy=or,placement=output"),
+    ],
+)
+def test_a_misspelt_strategy_stops(nemo_ranks, tmp_path, value, text):
+    [found] = nemo_ranks.run("resolve", factory="llama32_1b", yaml=LINE.format(value), folder=str(tmp_path))
+    assert found["error"] is not None and text in found["error"][1]
+
+
+def test_components_and_clusters(nemo_ranks, tmp_path):
+    yaml = LINE.format("layer_spec(strategy=unified,reparam=unit)")
+    [found] = nemo_ranks.run("resolve", factory="llama3_8b", yaml=yaml, folder=str(tmp_path))
+    assert found["error"] is None
+    assert "strategy='unified'" in found["spec"] and "reparam='unit'" in found["spec"]
+    assert found["sendable"]
+
+
+def test_every_example_names_its_factory():
+    for file in EXAMPLES.glob("*.yaml"):
+        assert f"--yaml examples/nemo/{file.name}" in file.read_text()
+
+
+@pytest.mark.parametrize("name", ["gpt_0.12b", "gpt_1b", "llama3_8b"])
+def test_dense_examples(nemo_ranks, tmp_path, name):
+    text = (EXAMPLES / f"{name}.yaml").read_text()
+    factory = text.split("--factory ")[1].split()[0]
+    [found] = nemo_ranks.run("describe_recipe", factory=factory, yaml=text, folder=str(tmp_path))
+    assert found["error"] is None
+    audit = found["audit"]
+    assert audit["strategy"] == "unified" and audit["linears_converted"] == 4
+    assert audit["built_vectors"] == audit["expected_vectors"]

@@ -1,0 +1,345 @@
+"""Checkpoints of small models, saved and loaded by megatron.core alone."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import torch
+
+from ranks.initial import fill_by_name
+
+__all__ = [
+    "fold_in_process",
+    "load_model",
+    "measure_memory",
+    "round_trips",
+    "save_model",
+    "scalevec",
+    "verify_wrong",
+]
+
+
+def arguments_of(config: Any, strategy: Any = None) -> argparse.Namespace:
+    """What Megatron's own arguments would say of a model, as far as the tools look at them."""
+    args = argparse.Namespace(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        group_query_attention=True,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        swiglu=config.gated_linear_unit,
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
+        add_bias_linear=config.add_bias_linear,
+        apply_layernorm_1p=config.layernorm_zero_centered_gamma,
+        attention_output_gate=bool(getattr(config, "attention_output_gate", False)),
+    )
+    for key, value in (strategy.as_arguments() if strategy is not None else {}).items():
+        setattr(args, key, value)
+    return args
+
+
+def save(model: torch.nn.Module, folder: str, strategy: Any = None) -> None:
+    """As Megatron's loop saves, without an optimizer."""
+    from megatron.core import dist_checkpointing
+
+    target = os.path.join(folder, "iter_0000007")
+    if torch.distributed.get_rank() == 0:
+        os.makedirs(target)
+    torch.distributed.barrier()
+    state = {**model.sharded_state_dict(), "args": arguments_of(model.config, strategy), "iteration": 7}
+    dist_checkpointing.save(state, target)
+    if torch.distributed.get_rank() == 0:
+        with open(os.path.join(folder, "latest_checkpointed_iteration.txt"), "w") as file:
+            file.write("7")
+
+
+def load(model: torch.nn.Module, folder: str, strict: str = "raise_all") -> None:
+    """As Megatron's loop loads; every tensor of either side must have its counterpart."""
+    from megatron.core import dist_checkpointing
+
+    target = os.path.join(folder, "iter_0000007")
+    state = dist_checkpointing.load(model.sharded_state_dict(), target, strict=strict)
+    names = set(model.state_dict()) | {name for name in state if name.startswith("scalevec_guard.")}
+    model.load_state_dict({name: value for name, value in state.items() if name in names})
+
+
+def _build(kind: str, config: dict[str, Any] | None, dtype: str, overrides: dict[str, Any] | None):
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from ranks.models import build_gpt
+
+    model = build_gpt(kind, getattr(torch, dtype), **(overrides or {}))
+    strategy = ScaleVecConfig(**config) if config else None
+    if strategy is not None:
+        apply_scale_vectors(model, strategy)
+    return model, strategy
+
+
+def save_model(
+    folder: str,
+    kind: str = "llama",
+    config: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    overrides: dict[str, Any] | None = None,
+    **sizes: int,
+) -> dict[str, Any]:
+    """Build, fill by name and save. Returns this rank's parameters as numpy."""
+    from megatron.core import parallel_state
+
+    from ranks.models import initialize_parallel
+
+    initialize_parallel(**sizes)
+    model, strategy = _build(kind, config, dtype, overrides)
+    fill_by_name(
+        model,
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    save(model, folder, strategy)
+    return {name: param.detach().float().numpy().copy() for name, param in model.named_parameters()}
+
+
+def load_model(
+    folder: str,
+    kind: str = "llama",
+    config: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    overrides: dict[str, Any] | None = None,
+    strict: str = "raise_all",
+    **sizes: int,
+) -> dict[str, Any]:
+    """Build and load. Returns this rank's parameters as numpy, or the error."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from ranks.models import initialize_parallel
+
+    initialize_parallel(**sizes)
+    model, _ = _build(kind, config, dtype, overrides)
+    try:
+        load(model, folder, strict)
+    except (KeyError, CheckpointingException, CheckpointException) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {name: param.detach().float().numpy().copy() for name, param in model.named_parameters()}
+
+
+def scalevec(arguments: list[str]) -> None:
+    """The command line."""
+    from megatron_scalevec.cli import main
+
+    code = main(arguments)
+    assert code == 0, f"exit code {code}"
+
+
+def round_trips(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Stock checkpoints to a strategy and back.
+
+    Args:
+        folder: For the checkpoints.
+        cases: Each with ``kind`` of model, ``config`` of the strategy, ``overrides`` and ``dtype``; ``train``
+            moves the scale vectors and weights away from their start before folding.
+
+    Returns:
+        For each case ``unfolded``: relative difference of the logits of the unfolded model and the stock
+        one, ``initial``: names of parameters in the unfolded model that are not what conversion of the
+        loaded stock model gives, ``folded``: difference of the logits of the folded model and the unfolded
+        one, ``changed``: names of the stock model's parameters that did not come back bit by bit,
+        ``product``: what the comparison without a model finds, and ``other`` beside another checkpoint.
+    """
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    return [_round_trip(os.path.join(folder, str(number)), **case) for number, case in enumerate(cases)]
+
+
+def _round_trip(
+    folder: str,
+    kind: str,
+    config: dict[str, Any],
+    overrides: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    train: bool = False,
+) -> dict[str, Any]:
+    from megatron_scalevec import ScaleVecConfig, ScaleVecError, apply_scale_vectors
+    from megatron_scalevec.checkpoint.commands import fold_checkpoint, unfold_checkpoint
+    from megatron_scalevec.checkpoint.store import CheckpointReader
+    from megatron_scalevec.checkpoint.verify import compare_products
+
+    os.makedirs(folder)
+    paths = {name: os.path.join(folder, name) for name in ("stock", "start", "trained", "folded")}
+    strategy = ScaleVecConfig(**config)
+    stock, _ = _build(kind, None, dtype, overrides)
+    fill_by_name(stock, 0, 1)
+    save(stock, paths["stock"])
+    result: dict[str, Any] = {}
+    try:
+        unfold_checkpoint(paths["stock"], paths["start"], strategy, check=False)
+    except ScaleVecError as error:
+        return {"error": str(error)}
+    model, _ = _build(kind, config, dtype, overrides)
+    fill_by_name(model, 0, 1)  # whatever is not loaded shows
+    load(model, paths["start"])
+    result["unfolded"] = _difference(_logits(model), _logits(stock))
+    apply_scale_vectors(stock, strategy)
+    expected = dict(stock.named_parameters())
+    result["initial"] = [
+        name for name, param in model.named_parameters() if not torch.equal(param, expected[name])
+    ]
+    result["dtypes"] = [
+        name for name, param in model.named_parameters() if param.dtype != expected[name].dtype
+    ]
+    source = paths["start"]
+    if train:
+        fill_by_name(model, 0, 1)
+        save(model, paths["trained"], strategy)
+        source = paths["trained"]
+    try:
+        fold_checkpoint(source, paths["folded"], check=False)
+    except ScaleVecError as error:
+        return {**result, "error": str(error)}
+    heads = {"qk_layernorm": True} if strategy.placement == "dual-norm" else {}
+    folded, _ = _build(kind, None, dtype, {**(overrides or {}), **heads})
+    fill_by_name(folded, 0, 1)
+    load(folded, paths["folded"])
+    result["folded"] = _difference(_logits(folded), _logits(model))
+    result["product"] = compare_products(CheckpointReader(source), CheckpointReader(paths["folded"]))
+    if train:
+        # Another checkpoint than the one that was folded: the comparison must be able to tell.
+        result["other"] = compare_products(
+            CheckpointReader(paths["start"]), CheckpointReader(paths["folded"])
+        )
+    else:
+        first, second = CheckpointReader(paths["stock"]), CheckpointReader(paths["folded"])
+        result["changed"] = [
+            key
+            for key in {*first.tensors, *second.tensors}
+            if key not in first.tensors
+            or key not in second.tensors
+            or first.tensors[key].dtype != second.tensors[key].dtype
+            or not torch.equal(first.read(key), second.read(key))
+        ]
+        result["args"] = vars(first.args) == vars(second.args)
+    return result
+
+
+def _logits(model: torch.nn.Module) -> torch.Tensor:
+    from ranks.models import SIZES
+
+    size = SIZES["sequence"]
+    tokens = torch.randint(SIZES["vocabulary"], (1, size), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        return model(tokens, torch.arange(size)[None], None)[0].double()
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def fold_in_process(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fold built models. For each case: difference of the logits, classes and names left over, errors."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from megatron_scalevec import ScaleVecError
+    from megatron_scalevec.checkpoint.in_process import fold
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    results = []
+    for case in cases:
+        model, _ = _build(case["kind"], case["config"], case.get("dtype", "float32"), case.get("overrides"))
+        stock, _ = _build(case["kind"], None, case.get("dtype", "float32"), case.get("overrides"))
+        fill_by_name(model, 0, 1)
+        before = _logits(model)
+        fold(model)
+        result = {"difference": _difference(_logits(model), before)}
+        result["classes"] = sorted(
+            {type(module).__name__ for module in model.modules()}
+            - {type(module).__name__ for module in stock.modules()}
+        )
+        result["names"] = sorted(set(dict(model.named_parameters())) - set(dict(stock.named_parameters())))
+        result["frozen"] = [name for name, param in model.named_parameters() if not param.requires_grad]
+        try:
+            fold(stock)
+        except ScaleVecError as error:
+            result["stock"] = str(error)
+        model, _ = _build(case["kind"], case["config"], "float32", case.get("overrides"))
+        wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+        try:
+            fold(wrapped)
+        except ScaleVecError as error:
+            result["training"] = str(error)
+        results.append(result)
+    return results
+
+
+def verify_wrong(source: str, folder: str) -> dict[str, Any]:
+    """Unfold with one scale put wrong. Returns the error, and what is left in the folder."""
+    from megatron_scalevec import ScaleVecConfig, ScaleVecError
+    from megatron_scalevec.checkpoint import verify
+    from megatron_scalevec.checkpoint.commands import unfold_checkpoint
+    from megatron_scalevec.checkpoint.unfold import Unfolding
+
+    right = Unfolding._gamma
+    Unfolding._gamma = lambda *args: 1.1 * right(*args)
+    verify.LOGITS_LIMIT = 0  # compare products
+    os.makedirs(folder)
+    try:
+        unfold_checkpoint(source, os.path.join(folder, "out"), ScaleVecConfig(strategy="hg"))
+    except ScaleVecError as error:
+        return {"error": str(error), "left": os.listdir(folder)}
+    return {"error": "", "left": os.listdir(folder)}
+
+
+def measure_memory(folder: str, layers: int, rows: int, columns: int) -> dict[str, int]:
+    """Unfold, fold and compare a checkpoint made up for its size. Returns the growth of memory in bytes."""
+    from megatron_scalevec import ScaleVecConfig
+    from megatron_scalevec.checkpoint.commands import fold_checkpoint, unfold_checkpoint
+    from megatron_scalevec.checkpoint.store import Box, CheckpointReader, Piece, write_checkpoint
+    from megatron_scalevec.checkpoint.verify import compare_products
+
+    fc1 = "decoder.layers.mlp.linear_fc1."
+    pieces = [
+        Piece(key, shape, torch.float32, Box((i, *[0] * (len(shape) - 1)), (1, *shape[1:])), make)
+        for key, shape, make in (
+            (f"{fc1}weight", (layers, rows, columns), lambda: torch.ones(1, rows, columns)),
+            (f"{fc1}layer_norm_weight", (layers, columns), lambda: torch.full((1, columns), 2.0)),
+        )
+        for i in range(layers)
+    ]
+    args = argparse.Namespace(num_attention_heads=1, kv_channels=8, swiglu=True, normalization="RMSNorm")
+    common = {"args": args, "iteration": 7}
+    paths = [os.path.join(folder, name) for name in ("stock", "start", "folded")]
+    write_checkpoint(paths[0], iteration=7, pieces=pieces, objects={}, common=common, common_file=True)
+    steps = {
+        "unfold": lambda: unfold_checkpoint(
+            paths[0], paths[1], ScaleVecConfig(strategy="unified-foldable", sites="mlp"), check=False
+        ),
+        "fold": lambda: fold_checkpoint(paths[1], paths[2], check=False),
+        "compare": lambda: compare_products(CheckpointReader(paths[1]), CheckpointReader(paths[2])),
+    }
+    return {name: _growth(step) for name, step in steps.items()}
+
+
+def _growth(work) -> int:
+    """Of the largest amount of memory held, in a child of its own."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        before = _peak()
+        work()
+        os.write(writing, str(_peak() - before).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        found = int(pipe.read() or -1)
+    os.waitpid(pid, 0)
+    return found
+
+
+def _peak() -> int:
+    with open("/proc/self/status") as file:
+        [line] = [line for line in file if line.startswith("VmHWM")]
+    return 1024 * int(line.split()[1])

@@ -1,0 +1,18 @@
+"""The way in and the way back for checkpoints of TransformerEngine's layers."""
+
+
+def test_checkpoints_unfold_and_fold(te_ranks, tmp_path):
+    cases = [
+        {"kind": kind, "config": config, "train": train}
+        for kind, config in (
+            ("llama", {"strategy": "unified-foldable"}),
+            ("gpt2", {"strategy": "dp", "sites": "attention,mlp,head,projections"}),
+        )
+        for train in (False, True)
+    ]
+    [results] = te_ranks.run("round_trips", folder=str(tmp_path), cases=cases)
+    for case, result in zip(cases, results):
+        assert result["initial"] == [] and result["dtypes"] == []
+        assert result["unfolded"] < 1e-5 and result["folded"] < 1e-5 and result["product"] < 1e-5
+        if case["kind"] == "llama" and not case["train"]:
+            assert result["changed"] == []

@@ -1,0 +1,72 @@
+"""Experts of TransformerEngine's layers: grouped linears, and a module for each expert."""
+
+import re
+
+import pytest
+
+FORMS = [
+    {"strategy": "hg"},
+    {"strategy": "unified", "sites": ("attention", "mlp", "head", "projections")},
+    {"strategy": "dp", "experts": "shared", "sites": ("attention", "mlp", "head", "projections")},
+    {"strategy": "or"},
+    {"strategy": "dp", "reparam": "unit", "branches_off": ("expert_gate",)},
+]
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "sequential"])
+@pytest.mark.parametrize("model", ["mixtral", "qwen3-moe", "shared"])
+def test_values_and_gradients_equal_the_reference(te_ranks, model, grouped):
+    overrides = {"moe_grouped_gemm": grouped}
+    cases = [{"kind": "llama", "config": form, "experts": model, "overrides": overrides} for form in FORMS]
+    [results] = te_ranks.run("compare_with_reference", cases=cases)
+    for case, found in zip(cases, results):
+        assert found["start"] == 0.0 or case["config"]["strategy"] == "unified"
+        # Megatron takes softmax and sigmoid of the router in float32.
+        assert found["logits"] < 1e-6 and found["gradient"] < 1e-5, (case, found)
+
+
+@pytest.mark.parametrize("config", [FORMS[1], FORMS[2], FORMS[4]], ids=["unified", "one-set", "dp"])
+@pytest.mark.parametrize(
+    ("ranks_of", "sizes"),
+    [
+        (1, {}),
+        (2, {"expert_model_parallel_size": 2}),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    ],
+    ids=["one", "ep2", "tp2"],
+)
+def test_grouped_and_sequential_checkpoints_are_the_same(te_ranks, config, ranks_of, sizes):
+    """Names, shapes, offsets and replicas of everything that is saved; what trains, roles and counts."""
+    for found in te_ranks.run("describe", ranks_of, kind="llama", config=config, experts="shared", **sizes):
+        local, te = found["local"], found["transformer_engine"]
+        assert te["parameters"] == local["parameters"]
+        assert te["audit"] == local["audit"]
+        # Megatron itself keeps the norm before experts under another name in its local layers.
+        for entries in (te["checkpoint"], local["checkpoint"]):
+            for key in [
+                k for k in entries if re.search(r"layers\.1\.(pre_mlp_|mlp\.linear_fc1\.)layer_?norm", k)
+            ]:
+                del entries[key]
+        assert te["checkpoint"] == local["checkpoint"]
+        vectors = [key for key in te["checkpoint"] if ".experts." in key and "gamma_" in key]
+        own = [name for name in te["parameters"] if ".experts." in name and "gamma_" in name]
+        assert len(vectors) == len(own) > 0
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("no-interception", "has no method _get_weight_tensors, through which"),
+        ("quantized", "holds quantized weights"),
+        ("bypassed", "does not take its weights through _get_weight_tensors"),
+    ],
+)
+def test_what_cannot_carry_vectors_says_so(te_ranks, case, message):
+    [found] = te_ranks.run("convert_grouped", case=case)
+    assert re.search(message, found["error"])
+    assert found["unchanged"]
+
+
+def test_converted_grouped_linears_stop_adding_to_main_grad(te_ranks):
+    [found] = te_ranks.run("convert_grouped", case="fine")
+    assert found["error"] == "" and found["fused"] is False

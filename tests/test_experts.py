@@ -1,0 +1,287 @@
+"""Mixture of experts: values, gradients over layouts, training, what is counted and what is refused."""
+
+import re
+
+import numpy as np
+import pytest
+from packaging.version import Version
+from ranks.pool import RankFailure
+
+from megatron_scalevec import ScaleVecConfig, ScaleVecError
+
+FORMS = [
+    {"strategy": "hg"},
+    {"strategy": "unified"},
+    {"strategy": "dp", "experts": "shared", "sites": ("attention", "mlp", "head", "projections")},
+    {"strategy": "dp", "reparam": "unit", "sites": ("mlp", "projections")},
+    {"strategy": "or"},
+    {"strategy": "or", "placement": "dual", "experts": "shared"},
+    {"strategy": "post-qkv", "branches_off": ("router", "expert_up")},
+    {"strategy": "none"},
+    {"strategy": "iwd"},
+]
+
+
+@pytest.mark.parametrize("model", ["mixtral", "qwen3-moe", "shared"])
+def test_every_form_equals_the_reference(ranks, model):
+    cases = [{"kind": "llama", "config": form, "experts": model} for form in FORMS]
+    [found] = ranks.run("compare_with_reference", cases=cases)
+    for case, result in zip(cases, found):
+        assert result["start"] == 0.0 or case["config"]["strategy"] == "unified"
+        # Megatron takes softmax and sigmoid of the router in float32.
+        assert result["logits"] < 1e-6 and result["gradient"] < 1e-5, (case, result)
+
+
+LAYOUTS = {
+    "ep2": (2, {"expert_model_parallel_size": 2}),
+    "dp2": (2, {}),
+    "etp2": (2, {"expert_tensor_parallel_size": 2}),
+    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "tp2-sp-ep2-etp1": (
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "tp2-sp-ep2": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def gradients(ranks):
+    runs = {}
+
+    def run(layout, experts="shared", strategy="dp", **more):
+        key = layout, experts, strategy, repr(more)
+        if key not in runs:
+            config = {"strategy": strategy, "sites": "attention,mlp,head,projections"}
+            config["experts"] = more.pop("whose", "per-expert")
+            world_size, sizes = LAYOUTS.get(layout, (1, {}))
+            runs[key] = ranks.run(
+                "expert_gradients", world_size, config=config, experts=experts, **{**sizes, **more}
+            )
+        return runs[key]
+
+    return run
+
+
+def together(runs):
+    """Gradients of all vectors over the ranks; those that several ranks hold must agree."""
+    found = {}
+    for run in runs:
+        for name, gradient in run["gradients"].items():
+            if name in found:
+                np.testing.assert_allclose(gradient, found[name], rtol=1e-9, atol=1e-12, err_msg=name)
+            found[name] = gradient
+    return found
+
+
+def assert_equal_steps(runs, serial):
+    [serial] = serial
+    found = together(runs)
+    assert found.keys() == serial["gradients"].keys()
+    for name, expected in serial["gradients"].items():
+        limit = 1e-6 * abs(expected).max() + 1e-9
+        np.testing.assert_allclose(found[name], expected, rtol=0, atol=limit, err_msg=name)
+    for run in runs:
+        np.testing.assert_allclose(run["norm"], serial["norm"], rtol=1e-6)
+        assert run["audit"] == serial["audit"]
+        for name, moved in run["moved"].items():
+            np.testing.assert_allclose(moved, serial["moved"][name], rtol=1e-5, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def before_0_19(ranks):
+    """Whether Megatron's gradient norm does not know experts' tensor-parallel groups."""
+    [version] = ranks.run("version_of_megatron")
+    return Version(version) < Version("0.19")
+
+
+@pytest.mark.parametrize("whose", ["per-expert", "shared"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "etp2"])
+def test_gradients_in_every_layout(gradients, layout, whose):
+    """Every vector's gradient, the clipping norm, one step of the optimizer and the audit."""
+    assert_equal_steps(gradients(layout, whose=whose), gradients("serial", whose=whose))
+
+
+@pytest.mark.parametrize("whose", ["per-expert", "shared"])
+def test_more_expert_tensor_parallel_ranks_than_others(gradients, before_0_19, whose):
+    """Before 0.19, Megatron would count such experts' parameters twice."""
+    if before_0_19:
+        with pytest.raises(RankFailure, match="counts parameters of experts wrongly in the gradient norm"):
+            gradients("etp2", whose=whose)
+        return
+    assert_equal_steps(gradients("etp2", whose=whose), gradients("serial", whose=whose))
+    # One set for all experts is summed over the dense layers' ranks, of which there is one here.
+    if whose == "per-expert":
+        broken = gradients("etp2", whose=whose, sabotage="tensor-parallel-sum", audited=False)
+        with pytest.raises(AssertionError, match="gamma_(in|out)_expert"):
+            assert_equal_steps(broken, gradients("serial", whose=whose))
+
+
+def test_vectors_of_experts_count_on_every_rank(gradients, before_0_19):
+    """Tensor-parallel ranks without expert tensor parallelism hold different experts. Before 0.19 it takes
+    a mark on the vectors to count them all."""
+    broken = gradients("tp2-sp-ep2-etp1", sabotage="counted-once", audited=False)
+    [serial] = gradients("serial")
+    for run in broken:
+        assert (abs(run["norm"] / serial["norm"] - 1) < 1e-6) == (not before_0_19)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_dispatchers_and_dropped_tokens(gradients, dispatcher):
+    """Capacity factors drop tokens; what the dispatchers move is the same."""
+    overrides = {"moe_token_dispatcher_type": dispatcher}
+    runs = gradients("ep2", "mixtral", overrides=overrides)
+    assert_equal_steps(runs, gradients("serial", "mixtral", overrides=overrides))
+
+
+@pytest.mark.parametrize("layout", ["serial", "ep2"])
+def test_an_expert_without_tokens_has_gradients_of_zero(gradients, layout):
+    found = together(gradients(layout, idle=3))
+    own = {name: g for name, g in found.items() if "local_experts.3." in name}
+    assert len(own) == 6  # gate and up and down, in and out
+    for name, gradient in own.items():
+        assert not gradient.any(), name
+    assert all(g.any() for name, g in found.items() if "local_experts.2." in name)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "layout", "whose", "seen_in"),
+    [
+        ("tensor-parallel-sum", "tp2-sp", "per-expert", "gamma_"),
+        ("tensor-parallel-sum", "tp2-sp-ep2-etp1", "shared", "gamma_"),
+        ("allreduce", "ep2", "per-expert", "gamma_(in|out)_expert"),
+        ("expert-parallel-sum", "ep2", "shared", "gamma_(in|out)_expert"),
+    ],
+)
+def test_the_comparison_sees_what_is_broken(gradients, sabotage, layout, whose, seen_in):
+    """A sum over tensor-parallel ranks dropped; a vector reduced with the wrong ranks."""
+    broken = gradients(layout, whose=whose, sabotage=sabotage, audited=False)
+    with pytest.raises(AssertionError, match=seen_in):
+        assert_equal_steps(broken, gradients("serial", whose=whose))
+
+
+@pytest.mark.parametrize("sabotage", ["allreduce", "expert-parallel-sum"])
+def test_the_audit_sees_vectors_reduced_with_the_wrong_ranks(gradients, sabotage):
+    whose = {"allreduce": "per-expert", "expert-parallel-sum": "shared"}[sabotage]
+    with pytest.raises(RankFailure, match="vectors mlp expert_gate in: 2 built, (4|1) expected"):
+        gradients("ep2", whose=whose, sabotage=sabotage)
+
+
+def test_a_forgotten_expert_stops_the_run(ranks):
+    with pytest.raises(RankFailure, match="linears with scale vectors: 8 built, 10 expected"):
+        ranks.run(
+            "expert_gradients",
+            2,
+            config={"strategy": "hg"},
+            experts="shared",
+            sabotage="expert-forgotten",
+            expert_model_parallel_size=2,
+        )
+
+
+COUNTS = {
+    # Two layers with experts: gate and up of 4 experts in each.
+    "mixtral": (
+        {"mlp router in": 2, "mlp expert_gate in": 8, "mlp expert_up in": 8},
+        {"linears": 2 * (1 + 1 + 4), "retired": 4},
+        # q, k, v, the router, gate and up of every expert instead of two norms.
+        2 * (3 + 1 + 2 * 4 - 2) * 32,
+    ),
+    "qwen3-moe": (
+        {"mlp router in": 2, "mlp expert_gate in": 16, "mlp expert_up in": 16},
+        {"linears": 2 * (1 + 1 + 8), "retired": 4},
+        2 * (3 + 1 + 2 * 8 - 2) * 32,
+    ),
+    # A dense layer, and one with 4 experts, a shared one and its gate.
+    "shared": (
+        {
+            "mlp gate in": 1,
+            "mlp up in": 1,
+            "mlp router in": 1,
+            "mlp expert_gate in": 4,
+            "mlp expert_up in": 4,
+            "mlp shared_gate in": 1,
+            "mlp shared_up in": 1,
+            "mlp shared_expert_gate in": 1,
+        },
+        {"linears": 2 * 1 + 1 + (1 + 4 + 1 + 1), "retired": 4},
+        (2 * 3 + 2 + 1 + 2 * 4 + 2 + 1 - 4) * 32,
+    ),
+}
+
+
+@pytest.mark.parametrize("model", COUNTS)
+def test_what_is_counted(ranks, model):
+    vectors, numbers, added = COUNTS[model]
+    [found] = ranks.run("expert_audit", config={"strategy": "hg"}, experts=model)
+    attention = {f"attention {branch} in": 2 for branch in "qkv"}
+    assert found["built_vectors"] == {**attention, **vectors, "head logits in": 1}
+    assert found["linears_converted"] == numbers["linears"]
+    assert found["norm_scales_retired"] == numbers["retired"]
+    assert found["parameters_added"] == added
+
+
+def test_experts_of_multi_token_prediction(ranks):
+    """Its layers are of the kind of the last one of the decoder."""
+    [found] = ranks.run(
+        "expert_audit", config={"strategy": "dp"}, experts="shared", overrides={"mtp_num_layers": 1}
+    )
+    assert found["built_vectors"]["mlp expert_gate in"] == found["built_vectors"]["mlp expert_up out"] == 8
+    assert found["built_vectors"]["mlp gate in"] == 1
+    assert found["built_vectors"]["mlp shared_expert_gate out"] == 2
+    assert found["built_vectors"]["mtp enorm in"] == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("router", r"mlp\.router is a .*Other.*TopKRouter"),
+        ("experts", r"mlp\.experts is a .*Other.*SequentialMLP and TEGroupedMLP"),
+        ("expert", r"local_experts\.0 is a .*Other"),
+        ("linear", r"experts\.linear_fc1 is a .*Other"),
+        ("shared", r"mlp\.shared_experts is a .*Other.*SharedExpertMLP"),
+        ("layer", r"decoder\.layers\.1\.mlp is a .*Other.*MoELayer"),
+        ("overlap", "--moe-shared-expert-overlap"),
+        ("branches-off", "--scalevec-branches-off down: .*no such branch"),
+        ("trained", "trained scale, which --scalevec-branches-off router would drop"),
+    ],
+)
+def test_what_cannot_carry_vectors_is_left_as_it_was(ranks, case, message):
+    [found] = ranks.run("experts_refused", case=case)
+    assert re.search(message, found["error"]), found["error"]
+    assert found["unchanged"]
+
+
+@pytest.mark.parametrize("whose", ["per-expert", "shared"])
+def test_vectors_have_the_dtype_that_was_asked_for(ranks, whose):
+    """After Megatron has cast the model, on linears, routers, gates and experts."""
+    config = {"strategy": "dp", "vector_dtype": "fp32", "experts": whose}
+    [found] = ranks.run("expert_dtypes", config=config)
+    assert found == {"vectors": {"float32"}, "others": {"bfloat16"}}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"strategy": "stock"}, "--scalevec-experts needs a strategy"),
+        ({"strategy": "none"}, "--scalevec-experts shared has no effect"),
+        ({"strategy": "or"}, "--scalevec-experts shared has no effect"),
+        ({"strategy": "hg", "sites": "attention"}, "--scalevec-experts shared has no effect"),
+    ],
+)
+def test_sharing_without_effect_is_refused(more, message):
+    with pytest.raises(ScaleVecError, match=message):
+        ScaleVecConfig(experts="shared", **more)
+    assert ScaleVecConfig(strategy="dp", experts="shared").describe().count("experts shared") == 1

@@ -1,0 +1,146 @@
+"""Megatron's training loop on models with experts: layouts, resuming, what is printed."""
+
+import numpy as np
+import pytest
+from ranks.arguments import EXPERT_LAYOUTS, tiny_gpt
+
+pytestmark = pytest.mark.needs_training
+
+
+@pytest.fixture(scope="module")
+def train(ranks):
+    """Run a layout once; several tests look at the same run."""
+    runs = {}
+
+    def run(model, layout, *flags, strategy="unified", **more):
+        key = model, layout, flags, strategy, tuple(more.items())
+        if key not in runs:
+            world_size, arguments = EXPERT_LAYOUTS[layout]
+            argv = tiny_gpt(model, *arguments, "--scalevec-strategy", strategy, *flags)
+            results = ranks.run("train", world_size, argv=argv, **more)
+            vectors = {name: v for result in results for name, v in result["vectors"].items()}
+            runs[key] = {**results[-1], "vectors": vectors, "all": results}
+        return runs[key]
+
+    return run
+
+
+def assert_equal_runs(run, other, start=0):
+    assert len(run["losses"]) == len(other["losses"][start:]) >= 10
+    np.testing.assert_allclose(run["losses"], other["losses"][start:], rtol=1e-5)
+    np.testing.assert_allclose(run["grad_norms"], other["grad_norms"][start:], rtol=1e-4)
+    assert run["vectors"].keys() == other["vectors"].keys()
+    for name, vector in run["vectors"].items():
+        # See test_parallel.py: Adam amplifies the rounding of gradients that nearly cancel.
+        np.testing.assert_allclose(vector, other["vectors"][name], atol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("mixtral", "ep2-distopt"),
+        ("mixtral", "tp2-sp-etp1"),
+        ("mixtral", "pp2-ep2"),
+        ("qwen3-moe", "ep2"),
+        ("shared-experts", "ep2-distopt"),
+        ("shared-experts", "tp2-sp-etp1"),
+    ],
+)
+def test_parallel_equals_serial(train, model, layout):
+    """Losses, clipped gradient norms and the vectors after ten updates; the audit is the same everywhere."""
+    run, serial = train(model, layout), train(model, "serial")
+    assert_equal_runs(run, serial)
+    for result in run["all"]:
+        assert result["audit"] == serial["audit"]
+
+
+@pytest.mark.parametrize("layout", ["ep2-distopt", "tp2-sp-etp1"])
+def test_one_set_of_vectors_for_all_experts(train, layout):
+    run = train("mixtral", layout, "--scalevec-experts", "shared")
+    assert_equal_runs(run, train("mixtral", "serial", "--scalevec-experts", "shared"))
+    note = "experts: one set of vectors for the 4 routed experts of a layer"
+    assert any(note in line for line in run["audit"]["notes"])
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "second"),
+    [
+        ("mixtral", "ep2-distopt", "tp2-sp-etp1"),
+        ("qwen3-moe", "pp2", "tp2-sp"),
+        ("shared-experts", "tp2-sp-etp1", "ep2"),
+    ],
+)
+def test_a_run_resumes_in_another_layout(ranks, tmp_path, model, first, second):
+    """Twenty iterations, and the last ten of them again from the checkpoint.
+
+    Megatron has an optimizer of their own for experts that are spread over ranks, so it resumes no optimizer
+    state across the step from one expert-parallel rank to several.
+    """
+    common = ["--scalevec-strategy", "unified", "--train-iters", "20"]
+    common += ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+    saving = ["--save", str(tmp_path), "--save-interval", "10"]
+    world_size, arguments = EXPERT_LAYOUTS[first]
+    whole = ranks.run("train", world_size, argv=tiny_gpt(model, *arguments, *common, *saving))
+    world_size, arguments = EXPERT_LAYOUTS[second]
+    loading = ["--load", str(tmp_path), "--ckpt-step", "10"]
+    argv = tiny_gpt(model, *arguments, *common, *loading)
+    resumed = ranks.run("train", world_size, argv=argv, by_name=False)
+    assert len(whole[-1]["losses"]) == 20 and whole[-1]["losses"][-1] < whole[-1]["losses"][0]
+    vectors = [{n: v for r in run for n, v in r["vectors"].items()} for run in (resumed, whole)]
+    assert_equal_runs({**resumed[-1], "vectors": vectors[0]}, {**whole[-1], "vectors": vectors[1]}, start=10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parallel", "stock", "counts"),
+    [
+        (
+            # Mixtral 8x7B
+            "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+            "--group-query-attention --num-query-groups 8 --num-experts 8 --moe-router-topk 2 "
+            "--padded-vocab-size 32000",
+            "--expert-model-parallel-size 8 --tensor-model-parallel-size 2 --sequence-parallel "
+            "--expert-tensor-parallel-size 1 --pipeline-model-parallel-size 2",
+            46_702_792_704,
+            {"layers": 32, "experts": 8, "hidden": 4096},
+        ),
+        (
+            # Qwen3 30B-A3B
+            "--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
+            "--kv-channels 128 --group-query-attention --num-query-groups 4 --qk-layernorm --num-experts 128 "
+            "--moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-router-pre-softmax "
+            "--padded-vocab-size 151936",
+            "--expert-model-parallel-size 32 --pipeline-model-parallel-size 4",
+            30_532_122_624,
+            {"layers": 48, "experts": 128, "hidden": 2048},
+        ),
+    ],
+    ids=["mixtral-8x7b", "qwen3-30b-a3b"],
+)
+def test_models_of_full_size(ranks, arguments, parallel, stock, counts):
+    """Parameters of the published models, and the vectors counted by hand."""
+    common = (
+        "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+        "--untie-embeddings-and-output-weights --seq-length 4096 --max-position-embeddings 4096 "
+        "--micro-batch-size 1 --global-batch-size 1024 --train-iters 1000 --lr 1e-4 --bf16 "
+        "--transformer-impl local --use-distributed-optimizer --moe-token-dispatcher-type alltoall "
+        "--scalevec-strategy hg"
+    )
+    argv = [*arguments.split(), *parallel.split(), *common.split()]
+    [found] = ranks.run("explain_line", arguments=argv)
+    assert found["error"] is None and not found["problems"]
+    layers, experts, hidden = counts["layers"], counts["experts"], counts["hidden"]
+    whole = found["whole_model"]
+    assert whole["built_vectors"] == {
+        **{f"attention {branch} in": layers for branch in "qkv"},
+        "mlp router in": layers,
+        "mlp expert_gate in": layers * experts,
+        "mlp expert_up in": layers * experts,
+        "head logits in": 1,
+    }
+    # One fused q/k/v and one router in every layer, one fused gate/up in every expert.
+    assert whole["linears_converted"] == layers * (1 + 1 + experts)
+    assert whole["norm_scales_retired"] == 2 * layers
+    assert found["parameters"]["stock"] == stock
+    assert found["parameters"]["added"] == layers * (3 + 1 + 2 * experts - 2) * hidden
+    own = layers * 2 * experts * hidden
+    assert f"{own:,} parameters; --scalevec-experts shared would take {own // experts:,}" in found["text"]
