@@ -61,7 +61,7 @@ def require_raw_weights(folder: str, args: Any) -> None:
     """
     if getattr(args, "scalevec_executed", None) == "optimizer":
         raise ScaleVecError(
-            f"{folder} was written with --scalevec-execution optimizer: its weights are folded already and its "
-            "vectors are still there, which this version cannot convert. Stock Megatron reads the model part as "
-            "it is (--no-load-optim)."
+            f"{folder} was written with --scalevec-execution optimizer: its weights are folded already and "
+            "its vectors are still there, which this version cannot convert. Stock Megatron reads the model "
+            "part as it is (--no-load-optim)."
         )
