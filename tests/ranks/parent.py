@@ -15,7 +15,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+
+from ranks.lifetime import adopt_orphans, die_with_parent, end_children
+
+if __name__ == "__mp_main__":
+    # A process that a rank has spawned imports this file under that name.
+    die_with_parent()
 
 # What every run imports sooner or later, some of it seconds' worth (tokenizer libraries).
 _USED_BY_RUNS = (
@@ -35,6 +42,9 @@ Job = Callable[..., Any]
 
 
 def main() -> None:
+    die_with_parent()
+    os.register_at_fork(after_in_child=die_with_parent)
+    adopt_orphans()
     import torch
 
     # Threads do not survive a fork.
@@ -47,6 +57,7 @@ def main() -> None:
     if importlib.util.find_spec("megatron.training") is not None:
         for name in _USED_BY_RUNS:
             importlib.import_module(name)
+    _fork_writers()
     connection = multiprocessing.connection.Connection(int(sys.argv[1]))
     while True:
         try:
@@ -54,6 +65,19 @@ def main() -> None:
         except EOFError:
             return
         connection.send(run(getattr(jobs, job), world_size, timeout, arguments))
+
+
+def _fork_writers() -> None:
+    """Have Megatron's queue of written files served by a forked process, as its own loop does at times.
+
+    A spawned one imports everything anew, which takes seconds in every rank that saves.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    original = filesystem_async.mp
+    filesystem_async.mp = SimpleNamespace(
+        **{**vars(original), "get_context": lambda method: original.get_context("fork")}
+    )
 
 
 def run(job: Job, world_size: int, timeout: float, arguments: dict[str, Any]):
@@ -69,6 +93,7 @@ def run(job: Job, world_size: int, timeout: float, arguments: dict[str, Any]):
                 _rank(folder, job, rank, world_size, port, arguments)  # never returns
             pids[pid] = rank
         failures = _wait(pids, folder, job, world_size, timeout)
+        end_children()  # whatever the ranks have started and not waited for
         results = []
         if not failures:
             for rank in range(world_size):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import multiprocessing
 import os
 import random
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +21,10 @@ import torch
 __all__ = ["kill_saves", "kill_tools"]
 
 
-def _killed(work: Callable[[Callable[[], None]], None], after: float, *, tells: bool = False) -> bool:
+def _killed(work: Callable[[Callable[[], None]], None], after: float | None, *, tells: bool = False) -> bool:
     """Run in a child and kill it some time ``after`` it began, or called its argument where it ``tells``.
 
-    Returns whether it had ended by then.
+    Without a time it is left to end, or to kill itself. Returns whether it had ended by then.
     """
     reading, writing = os.pipe()
     pid = os.fork()
@@ -37,10 +40,13 @@ def _killed(work: Callable[[Callable[[], None]], None], after: float, *, tells: 
     if tells:
         os.read(reading, 1)  # returns when the child has ended, too
     os.close(reading)
-    time.sleep(after)
-    for kill, number in ((os.killpg, signal.SIGKILL), (os.kill, signal.SIGKILL)):
+    if after is None:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    else:
+        time.sleep(after)
+    for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
-            kill(pid, number)
+            kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
@@ -100,67 +106,131 @@ def kill_tools(folder: str, times: int) -> dict[str, Any]:
 
 
 def kill_saves(folder: str, times: int, hooked: bool = True) -> dict[str, Any]:
-    """A run that saves without a pause, over and over into the same three folders, killed at random moments.
+    """A save into a folder that holds a checkpoint of the same iteration, killed before each of its steps.
 
-    Every tensor of a checkpoint holds the number of the save, so that a mixture of two is recognized.
+    A step is whatever changes a file: an opening for writing, a renaming, a removal. After that it is killed
+    at random moments as well. Another iteration's checkpoint lies beside it. Every tensor of a checkpoint
+    holds the number of the save, so that a mixture of two is recognized.
+
+    Args:
+        folder: For the checkpoints.
+        times: How often at random moments.
+        hooked: With the plugin's hook on saving.
 
     Returns:
-        How often the tracked checkpoint was whole and how often refused, how often there was another whole
-        one then, and how many passed for whole and were mixtures.
+        ``steps`` that the save takes; how often the checkpoint was ``whole`` and how often ``refused``, how
+        often the other one was ``kept`` then, and how many ``mixtures`` passed for whole.
     """
     from megatron_scalevec import ScaleVecError
     from megatron_scalevec.checkpoint.layout import find_checkpoint, whole_iterations
     from megatron_scalevec.checkpoint.store import CheckpointReader
 
-    found = {"whole": 0, "refused": 0, "other whole": 0, "mixtures": 0}
+    start = Path(folder) / "start"
+
+    def overwrite(root: Path, last_step: int | None, ready: Callable[[], None]) -> None:
+        if last_step is not None:
+            _kill_before_step(last_step, root)
+        with _two_ranks(root):
+            ready()
+            _save(root, 1, 3.0, hooked)
+
+    def begin(ready: Callable[[], None]) -> None:
+        with _two_ranks(start):
+            _save(start, 2, 2.0, hooked)
+            _save(start, 1, 1.0, hooked)
+
+    start.mkdir()
+    assert _killed(begin, None)
+    found = {"steps": 0, "whole": 0, "refused": 0, "kept": 0, "mixtures": 0}
     draw = random.Random(6)
-    first = 0
-    for number in range(times):
-        root = Path(folder) / str(number % 2)  # the next run goes on in the folder of an earlier one
-        root.mkdir(exist_ok=True)
-        _killed(
-            lambda ready, root=root, first=first: _save_for_ever(root, first, hooked, ready),
-            draw.uniform(0, 0.3),
-            tells=True,
-        )
-        first += 1000
-        whole = whole_iterations(root)
-        for iteration in whole:
+    duration, random_kills = 0.0, 0
+    while random_kills < times:
+        root = Path(folder) / f"{found['steps']}-{random_kills}"
+        shutil.copytree(start, root)
+        if not duration:
+            started = time.monotonic()
+            step = found["steps"] + 1
+            ended = _killed(lambda ready, root=root, step=step: overwrite(root, step, ready), None)
+            if ended:  # it has no such step
+                duration = time.monotonic() - started
+            else:
+                found["steps"] = step
+        else:
+            after = draw.uniform(0, duration)
+            _killed(lambda ready, root=root: overwrite(root, None, ready), after, tells=True)
+            random_kills += 1
+        for iteration in whole_iterations(root):
             reader = CheckpointReader(root, iteration)
-            values = {float(v) for key in reader.tensors for v in reader.read(key).flatten()[:1]}
+            values = {float(v) for key in reader.tensors for v in reader.read(key).unique()}
             found["mixtures"] += len(values) > 1
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                find_checkpoint(root)
-                found["whole"] += 1
-            except ScaleVecError:
-                found["refused"] += 1
-                found["other whole"] += bool(whole)
+        try:
+            find_checkpoint(root)
+            found["whole"] += 1
+        except ScaleVecError:
+            found["refused"] += 1
+            found["kept"] += 2 in whole_iterations(root)
+        shutil.rmtree(root)
     return found
 
 
-def _save_for_ever(root: Path, first: int, hooked: bool, ready: Callable[[], None]) -> None:
+@contextlib.contextmanager
+def _two_ranks(root: Path):
+    """This process is the first rank and a child of it the second; the first waits for it in the end."""
+    peer = os.fork()
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{root}/store-{os.getpid() if peer == 0 else peer}",
+        rank=int(peer == 0),
+        world_size=2,
+    )
+    yield
+    if peer and os.waitpid(peer, 0)[1] != 0:
+        raise ChildProcessError("the second rank failed")
+
+
+def _save(root: Path, iteration: int, value: float, hooked: bool) -> None:
+    """As Megatron's loop saves: every rank writes a file of its own."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 
     from megatron_scalevec.integration import checkpoint_hooks
 
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{root}/store-{os.getpid()}", rank=0, world_size=1
-    )
     save = dist_checkpointing.save
     if hooked:
         session = SimpleNamespace(config=SimpleNamespace(active=True))
         save = checkpoint_hooks.save(session, save)
-    for number in range(first, first + 1000):
-        iteration = 1 + number % 3
-        target = root / f"iter_{iteration:07d}"
-        target.mkdir(exist_ok=True)
-        tensors = {
-            f"t{i}": ShardedTensor.from_rank_offsets(f"t{i}", torch.full((64, 1024), float(number)))
-            for i in range(8)
-        }
-        save({**tensors, "iteration": iteration}, str(target))
+    target = root / f"iter_{iteration:07d}"
+    target.mkdir(exist_ok=True)
+    rank = torch.distributed.get_rank()
+    tensors = {
+        f"t{i}": ShardedTensor.from_rank_offsets(f"t{i}", torch.full((64, 1024), value), (0, rank, 2))
+        for i in range(8)
+    }
+    save({**tensors, "iteration": iteration}, str(target))
+    if rank == 0:
         (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
-        if number == first + (0 if first > 1000 else 2):  # at first, one save into each folder
-            ready()
+
+
+def _kill_before_step(number: int, root: Path) -> None:
+    """Kill this process's group before the given one of the steps to come that change a file in ``root``.
+
+    Other threads and processes get the time to finish the step they are at, and none to begin another.
+    """
+    steps = multiprocessing.get_context("fork").Value("i", 0)
+
+    def watch(event: str, arguments: tuple) -> None:
+        changes = event in ("os.rename", "os.remove") or (
+            event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        )
+        if not changes or not str(arguments[0]).startswith(f"{root}/iter_"):
+            return
+        with steps.get_lock():
+            steps.value += 1
+            mine = steps.value
+        if mine == number:
+            time.sleep(0.05)
+            os.killpg(0, signal.SIGKILL)
+        elif mine > number:
+            time.sleep(60)
+
+    sys.addaudithook(watch)
