@@ -61,15 +61,18 @@ EXECUTIONS = {
     "optimizer": "the live weight is W ⊙ (γ_out γ_inᵀ); W is the optimizer's fp32 master",
 }
 SITES = {
-    "attention": "the pre-attention norm and the maps q, k, v that it feeds",
+    "attention": "the pre-attention norm and the maps q, k, v that it feeds, or the down-projections of "
+    "latent attention",
+    "latent": "the norms on the compressed latents of latent attention, and the up-projections",
     "mlp": "the pre-MLP norm and the maps gate, up that it feeds",
     "mtp": "the norms of the multi-token-prediction block itself",
     "head": "the final norm, which feeds the output head",
     "projections": "the maps o and down, which no norm feeds; only when named",
 }
-DEFAULT_SITES = ("attention", "mlp", "mtp", "head")
+DEFAULT_SITES = ("attention", "latent", "mlp", "mtp", "head")
 BRANCH_NAMES = {
-    "attention": ("q", "k", "v", "output_gate"),
+    "attention": ("q", "output_gate", "k", "v", "q_down", "kv_down", "k_rope"),
+    "latent": ("q_up", "k_up", "v_up"),
     "mlp": ("gate", "up"),
     "projections": ("o", "down"),
 }

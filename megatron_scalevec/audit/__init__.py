@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_scalevec.audit.chunks import is_copy, unsharded_numel, unwrap
+from megatron_scalevec.audit.chunks import is_copy, latent_norm_scales, unsharded_numel, unwrap
 from megatron_scalevec.audit.expected import Expectation, Share, expectation
 from megatron_scalevec.audit.groups import check_decay, groups_of_parameters
 from megatron_scalevec.audit.record import Audit, DecayGroup, Vector, kind_of
@@ -118,12 +118,13 @@ def rank_record(
         root = unwrap(chunk)
         parameter_roles(root)
         linears += sum(isinstance(m, FoldedLinear) for m in root.modules())
+        of_latents = latent_norm_scales(root)
         for name, param in root.named_parameters():
             if was_added(param):
                 added += param.numel() if param.requires_grad else 0
             elif not is_copy(root, name):
                 stock += unsharded_numel(param)
-                if param.dim() == 1 and not param.requires_grad and name.endswith(_NORM_SCALES):
+                if param.dim() == 1 and not param.requires_grad and _is_norm_scale(name, of_latents):
                     retired += 1
                     retired_numel += param.numel()
             info = vector_info(param)
@@ -171,6 +172,10 @@ _NORM_SCALES = (
     "enorm.weight",
     "hnorm.weight",
 )
+
+
+def _is_norm_scale(name: str, of_latents: set[str]) -> bool:
+    return name.endswith(_NORM_SCALES) or name in of_latents
 
 
 def _global_name(name: str, layer: int | None) -> str:
@@ -226,7 +231,12 @@ def audit_of_records(
     notes = []
     if config.placement == "dual-norm":
         normalized = [branch for branch in ("q", "k", "v") if branch not in config.branches_off]
-        notes.append(f"dual-norm: {', '.join(normalized)} are normalized per head; everything else gets dual")
+        if getattr(model_config, "multi_latent_attention", False):
+            notes.append(_LATENT_NOTE)
+        else:
+            notes.append(
+                f"dual-norm: {', '.join(normalized)} are normalized per head; everything else gets dual"
+            )
     if config.branches_off:
         notes.append(f"without scale vectors: {', '.join(config.branches_off)}")
     return Audit(
@@ -262,4 +272,5 @@ def audit_of_records(
     )
 
 
+_LATENT_NOTE = "dual-norm: latent attention gets dual, as none of its maps makes whole heads (docs/latent.md)"
 _EXECUTION = "W_eff is formed in every forward pass; the only mode of this version"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_scalevec.audit.chunks import unwrap
+from megatron_scalevec.audit.chunks import final_norm_of, unwrap
 from megatron_scalevec.config import ScaleVecConfig
-from megatron_scalevec.convert import branches_at
+from megatron_scalevec.convert.maps import layer_parts, maps_of, parts_of_mtp
 from megatron_scalevec.reparam import get_reparameterization
 
 __all__ = ["Expectation", "Share", "expectation"]
@@ -29,7 +30,8 @@ class Expectation:
 class Share:
     """The part of a model that is looked at."""
 
-    layers: int
+    parts: Mapping[str, int]
+    """How often each part of a layer occurs (``convert.maps``), those of MTP layers included."""
     mtp_layers: int
     final_norm: bool
 
@@ -40,18 +42,29 @@ class Share:
         # A repeated MTP layer is one layer, used several times.
         if mtp and getattr(model_config, "mtp_use_repeated_layer", False):
             mtp = 1
-        return cls(model_config.num_layers, mtp, True)
+        return cls._of(layer_parts(model_config), mtp, True, model_config)
 
     @classmethod
     def held_by(cls, chunks: Iterable[torch.nn.Module]) -> Share:
         """What Megatron has placed on one rank."""
-        decoders = [unwrap(chunk).decoder for chunk in chunks]
-        mtp = [getattr(unwrap(chunk), "mtp", None) for chunk in chunks]
-        return cls(
-            sum(len(decoder.layers) for decoder in decoders),
+        models = [unwrap(chunk) for chunk in chunks]
+        model_config = models[0].config
+        every = layer_parts(model_config)
+        decoders = [model.decoder for model in models]
+        mtp = [getattr(model, "mtp", None) for model in models]
+        return cls._of(
+            [every[layer.layer_number - 1] for decoder in decoders for layer in decoder.layers],
             sum(len(block.layers) for block in mtp if block is not None),
-            any(getattr(decoder, "final_layernorm", None) is not None for decoder in decoders),
+            any(final_norm_of(decoder) is not None for decoder in decoders),
+            model_config,
         )
+
+    @classmethod
+    def _of(cls, layers: Iterable[tuple[str, ...]], mtp: int, final_norm: bool, model_config: Any) -> Share:
+        parts = Counter(part for layer in layers for part in layer)
+        for part in parts_of_mtp(model_config) if mtp else ():
+            parts[part] += mtp
+        return cls(parts, mtp, final_norm)
 
 
 def expectation(config: ScaleVecConfig, model_config: Any, share: Share | None = None) -> Expectation:
@@ -63,51 +76,42 @@ def expectation(config: ScaleVecConfig, model_config: Any, share: Share | None =
         share: The part of the model; by default all of it, MTP layers included.
     """
     share = share or Share.whole(model_config)
-    mtp = share.mtp_layers
-    layers = share.layers + mtp
     zero_centered = bool(getattr(model_config, "layernorm_zero_centered_gamma", False))
-    branches_of = branches_at(config, model_config)
-    shared = config.branches == "shared"
-    vectors: dict[str, int] = {}
+    shared = config.branches == "shared" and config.has_input_scales
+    vectors: Counter[str] = Counter()
+    linears = retired = 0
 
     def count(site: str, branch: str, side: str, number: int) -> None:
         for part in get_reparameterization(config.reparam).parts if number else ():
-            vectors[f"{site} {branch} {side} {part.suffix}".rstrip()] = number
+            vectors[f"{site} {branch} {side} {part.suffix}".rstrip()] += number
 
-    moves = config.removes_norm_scale or zero_centered
-    linears = 0
-    for site, all_branches in branches_of.items():
-        if site == "projections" or config.placement is None:
-            continue
-        branches = [branch for branch in all_branches if branch not in config.branches_off]
-        if config.has_input_scales:
-            for branch in ["shared"] if shared else branches:
-                count(site, branch, "in", layers)
-        if config.has_output_scales:
-            for branch in branches:
-                count(site, branch, "out", layers)
-        behind_norms = config.placement == "dual-norm" and site == "attention"
-        out_on_linear = [b for b in branches if not (behind_norms and b in ("q", "k", "v"))]
-        in_on_linear = config.has_input_scales and (moves if shared else bool(branches))
-        if in_on_linear or (config.has_output_scales and out_on_linear):
-            linears += layers
-    if config.placement is not None:
-        for branch in branches_of.get("projections", ()):
-            if branch in config.branches_off:
-                continue
-            linears += layers
-            if config.has_input_scales:
-                count("projections", branch, "in", layers)
+    for part, number in share.parts.items():
+        maps = [one for one in maps_of(part, model_config) if one.site in config.sites]
+        fed = Counter(one.norm for one in maps)
+        for one in maps:
+            branches = [branch for branch in one.branches if branch not in config.branches_off]
+            normalized = one.normalized if config.placement == "dual-norm" else ()
+            moves = config.removes_norm_scale or zero_centered or not one.keeps_scale
+            on_linear = config.has_input_scales and bool(branches)
+            if shared and one.norm is not None:
+                on_linear = moves and fed[one.norm] == 1
+            elif config.has_input_scales:
+                for branch in branches:
+                    count(one.site, branch, "in", number)
             if config.has_output_scales:
-                count("projections", branch, "out", layers)
-    retired = 0
-    if config.active:
-        sites = len({"attention", "mlp"} & set(config.sites))
-        retired += layers * sites * moves
+                for branch in branches:
+                    count(one.site, branch, "out", number)
+                on_linear = on_linear or any(branch not in normalized for branch in branches)
+            linears += number * on_linear
+        for norm in fed.keys() - {None}:
+            first = next(one for one in maps if one.norm == norm)
+            retired += number * (config.removes_norm_scale or zero_centered or not first.keeps_scale)
+            if shared:
+                count(first.site, "shared", "in", number)
     # The head's norm keeps its scale unless it is removed, or moves into another form.
     leaves = config.placement is None or not config.plain or zero_centered
     for site, branches, number in (
-        ("mtp", ("enorm", "hnorm", "final_layernorm"), mtp),
+        ("mtp", ("enorm", "hnorm", "final_layernorm"), share.mtp_layers),
         ("head", ("logits",), int(share.final_norm)),
     ):
         if site in config.sites and number:
@@ -115,4 +119,4 @@ def expectation(config: ScaleVecConfig, model_config: Any, share: Share | None =
             if config.placement is not None:
                 for branch in branches:
                     count(site, branch, "in", number)
-    return Expectation(vectors, linears, retired)
+    return Expectation(dict(vectors), linears, retired)

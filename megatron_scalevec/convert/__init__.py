@@ -16,14 +16,16 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert.branches import branches_at, refuse_unknown_branches
+from megatron_scalevec.convert.latent import complete_rope_keys
 from megatron_scalevec.convert.roles import parameter_roles, plan_roles
-from megatron_scalevec.convert.sites import LinearSite, NormSite, find_sites
+from megatron_scalevec.convert.site import LinearSite, NormSite
+from megatron_scalevec.convert.sites import find_sites
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
 from megatron_scalevec.layers.linear import SHARED, leaf_class
 from megatron_scalevec.layers.norm import NormHandle, head_norm, retire, scale_norm
 from megatron_scalevec.pending import released
-from megatron_scalevec.vectors import VectorInfo, role_of, set_role
+from megatron_scalevec.vectors import VectorInfo, has_vector, role_of, set_role
 
 __all__ = [
     "applied_config",
@@ -90,12 +92,20 @@ def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
         if site.asked_for:
             _check_start(site, config, model.config)
     roles = plan_roles(model, sites)
+    # Before anything is retired: a norm may feed several linears.
+    scales = {
+        id(site.norm.weight): _scale_of(site.norm, model.config)
+        for site in sites
+        if isinstance(site, LinearSite) and site.asked_for and site.norm is not None
+    }
     for site in sites:
         if site.asked_for:
             if isinstance(site, NormSite):
                 _convert_norm_site(site, config, model.config)
             else:
-                _convert_linear_site(site, config, model.config)
+                scale = None if site.norm is None else scales[id(site.norm.weight)]
+                _convert_linear_site(site, scale, config, model.config)
+    complete_rope_keys(model)
     for param, role in roles:
         if param.requires_grad and role_of(param) is None:
             set_role(param, role)
@@ -187,27 +197,29 @@ def _own_or_kept(norm, info: VectorInfo, role, config: ScaleVecConfig, model_con
     )
 
 
-def _convert_linear_site(site: LinearSite, config: ScaleVecConfig, model_config) -> None:
+def _convert_linear_site(
+    site: LinearSite, scale: torch.Tensor | None, config: ScaleVecConfig, model_config
+) -> None:
+    """``scale``: γ of the norm that feeds the linear, as it was before the conversion."""
     row_map = site.row_map()
     on = [branch for branch in row_map.branches if branch not in config.branches_off]
-    initial = torch.ones(site.channels)
+    initial = torch.ones(site.channels) if scale is None else scale
+    shared = config.branches == "shared" and config.has_input_scales
+    moves = config.removes_norm_scale or not site.norm_keeps_scale or _zero_centered(model_config)
     in_branches: list[str] = []
     if site.norm is None:
         in_branches = on if config.has_input_scales else []
-    elif config.removes_norm_scale:
-        initial = _scale_of(site.norm, model_config)
+    elif shared and (site.norm_feeds_others or not moves):
+        info = VectorInfo(site.name, SHARED, "in", site.layer, "norm", config.reparam)
+        if not moves:
+            set_role(site.norm.weight, "input", info)
+        elif not has_vector(site.norm.owner, "gamma"):
+            # Several linears take it from the norm; it was not made for an earlier one of them.
+            _own_or_kept(site.norm.owner, info, "input", config, model_config)
+    else:
         retire(site.norm, _zero_centered(model_config))
         if config.has_input_scales:
-            in_branches = [SHARED] if config.branches == "shared" else on
-    else:
-        info = VectorInfo(site.name, SHARED, "in", site.layer, "norm", config.reparam)
-        if _zero_centered(model_config):
-            # Stored as γ − 1 it would decay toward one; on the linear it is γ itself.
-            initial = _scale_of(site.norm, model_config)
-            retire(site.norm, True)
-            in_branches = [SHARED]
-        else:
-            set_role(site.norm.weight, "input", info)
+            in_branches = [SHARED] if shared else on
     out_branches = on if config.has_output_scales else []
     if config.placement == "dual-norm" and site.attention is not None:
         normalized = [branch for branch in ("q", "k", "v") if branch in on]

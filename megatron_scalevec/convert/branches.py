@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_scalevec.config import ScaleVecConfig
+from megatron_scalevec.config import BRANCH_NAMES, ScaleVecConfig
+from megatron_scalevec.convert.maps import layer_parts, maps_of
 from megatron_scalevec.errors import ScaleVecError
 
 __all__ = ["branches_at", "refuse_unknown_branches"]
@@ -24,13 +25,11 @@ def refuse_unknown_branches(config: ScaleVecConfig, model_config) -> None:
 
 
 def branches_at(config: ScaleVecConfig, model_config) -> dict[str, list[str]]:
-    """Branches of a model's linears at the sites of a strategy, in the order of their rows."""
-    attention = ["q", "k", "v"]
-    if getattr(model_config, "attention_output_gate", False):
-        attention.insert(1, "output_gate")
-    branches = {
-        "attention": attention,
-        "mlp": ["gate", "up"] if model_config.gated_linear_unit else ["up"],
-        "projections": ["o", "down"],
+    """Branches of a model's linears at the sites of a strategy, in the order of config.BRANCH_NAMES."""
+    parts = {part for layer in layer_parts(model_config) for part in layer}
+    maps = [one for part in parts for one in maps_of(part, model_config)]
+    return {
+        site: [name for name in names if any(one.site == site and name in one.branches for one in maps)]
+        for site, names in BRANCH_NAMES.items()
+        if site in config.sites
     }
-    return {site: names for site, names in branches.items() if site in config.sites}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.layers.linear import leaf_class
@@ -41,6 +41,7 @@ def plan_roles(model: GPTModel, sites) -> list[tuple[torch.nn.Parameter, str]]:
             for norm in (module.q_layernorm, module.k_layernorm):
                 mark(getattr(norm, "weight", None), "output")
                 mark(getattr(norm, "bias", None), "bias")
+        if isinstance(module, Attention):
             mark(getattr(module.core_attention, "softmax_offset", None), "stock")
         elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)) or leaf_class(module):
             mark(module.bias, "bias")

@@ -20,6 +20,7 @@ __all__ = [
     "ScaleVecRowParallelLinear",
     "gamma_name",
     "leaf_class",
+    "sharding_of",
     "unsharded_sizes",
 ]
 
@@ -41,10 +42,11 @@ class FoldedLinear:
 
     Class attributes describe the linear: along which axis tensor-parallel ranks share the weight, the
     prefix of a fused norm's parameters (empty where none is fused), and the flag that lets the backward
-    pass add to the weight's ``main_grad`` by itself.
+    pass add to the weight's ``main_grad`` by itself. Of a ``replicated`` weight each rank has the whole, and
+    Megatron sums its gradient where the ranks see different tokens; the same then holds for its vectors.
     """
 
-    parallel: ClassVar[Literal["column", "row"]]
+    parallel: ClassVar[Literal["column", "row", "replicated"]]
     fused_norm: ClassVar[str] = ""
     main_grad_flag: ClassVar[str] = "gradient_accumulation_fusion"
 
@@ -108,6 +110,7 @@ class FoldedLinear:
         )
 
         def add(branch: str, side: str, initial: torch.Tensor) -> None:
+            before = set(linear._parameters)
             add_vector(
                 linear,
                 gamma_name(side, branch),
@@ -117,6 +120,9 @@ class FoldedLinear:
                 like=linear.weight,
                 dtype=dtype,
             )
+            if cls.parallel == "replicated":
+                for name in linear._parameters.keys() - before:
+                    linear._parameters[name].sequence_parallel = linear.weight.sequence_parallel
 
         for branch in in_branches:
             add(branch, "in", initial_gamma_in)
@@ -128,8 +134,10 @@ class FoldedLinear:
         """W_eff of this rank, shaped as the weight; see :func:`megatron_scalevec.fold.fold_weight`."""
         names = [name for name, _ in (*self.scalevec_in, *self.scalevec_out) if name is not None]
         vectors = [compose_vector(self, name) for name in names]
-        # One reduction for all vectors of the linear.
-        summed = common.sum_gradient_over_tensor_parallel(torch.cat(vectors), self.group_of(self))
+        summed = torch.cat(vectors)
+        if self.parallel != "replicated":
+            # One reduction for all vectors of the linear.
+            summed = common.sum_gradient_over_tensor_parallel(summed, self.group_of(self))
         gammas = dict(zip(names, summed.split([vector.numel() for vector in vectors])))
         gamma_in = self._joined(self.scalevec_in, gammas, summed)
         if gamma_in is not None:
@@ -198,7 +206,9 @@ LEAVES: dict[type, type[FoldedLinear]] = {
 
 
 def leaf_class(linear: torch.nn.Module) -> type[FoldedLinear] | None:
-    """Our class for a linear, None where there is none. Subclasses count as unknown."""
+    """Our class for a linear, converted or not; None where there is none. Subclasses count as unknown."""
+    if isinstance(linear, FoldedLinear):
+        return type(linear)
     if common.is_transformer_engine(linear):
         # Here and not above: TransformerEngine is there only where a model is made of it.
         from megatron_scalevec.layers import te
@@ -207,9 +217,17 @@ def leaf_class(linear: torch.nn.Module) -> type[FoldedLinear] | None:
     return LEAVES.get(type(linear))
 
 
+def sharding_of(linear: torch.nn.Module) -> tuple[int, int]:
+    """(rank, number of ranks) that share the weight of a linear that :func:`leaf_class` knows."""
+    leaf = leaf_class(linear)
+    if leaf.parallel == "replicated":
+        return 0, 1
+    group = leaf.group_of(linear)
+    return group.rank(), group.size()
+
+
 def unsharded_sizes(linear: torch.nn.Module) -> tuple[int, int]:
     """(rows, columns) of the whole weight of a linear that :func:`leaf_class` knows."""
-    leaf = leaf_class(linear)
     rows, columns = linear.weight.shape
-    ranks = leaf.group_of(linear).size()
-    return (rows * ranks, columns) if leaf.parallel == "column" else (rows, columns * ranks)
+    _, ranks = sharding_of(linear)
+    return (rows, columns * ranks) if leaf_class(linear).parallel == "row" else (rows * ranks, columns)

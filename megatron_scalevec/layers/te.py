@@ -23,6 +23,7 @@ import torch
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelLinear,
     TELayerNormColumnParallelLinear,
+    TELinear,
     TENorm,
     TERowParallelLinear,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "LEAVES",
     "ScaleVecTEColumnParallelLinear",
     "ScaleVecTELayerNormColumnParallelLinear",
+    "ScaleVecTELinear",
     "ScaleVecTERowParallelLinear",
     "ScaledTENorm",
     "build_norm",
@@ -113,7 +115,7 @@ class _HidesVectors:
 
 
 class _TEFolded(_HidesVectors, FoldedLinear):
-    """What the three linears have in common."""
+    """What the linears have in common."""
 
     # TransformerEngine would also keep a weak reference to the weight object, and W_eff lives for one
     # forward pass.
@@ -176,9 +178,16 @@ class ScaleVecTERowParallelLinear(_TEFolded, TERowParallelLinear):
     parallel = "row"
 
 
+class ScaleVecTELinear(_TEFolded, TELinear):
+    """``TELinear`` in its duplicated form: every tensor-parallel rank holds the whole weight."""
+
+    parallel = "replicated"
+
+
 LEAVES: dict[type, type[FoldedLinear]] = {
     TELayerNormColumnParallelLinear: ScaleVecTELayerNormColumnParallelLinear,
     TEColumnParallelLinear: ScaleVecTEColumnParallelLinear,
+    TELinear: ScaleVecTELinear,
     TERowParallelLinear: ScaleVecTERowParallelLinear,
 }
 """Megatron's TransformerEngine classes to ours."""

@@ -111,12 +111,13 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-def gradients(config: dict[str, Any], kind: str, **sizes: Any) -> dict[str, Any]:
+def gradients(config: dict[str, Any], kind: str, sabotage: str | None = None, **sizes: Any) -> dict[str, Any]:
     """One forward and backward pass through megatron.core alone: loss and reduced gradients.
 
     Args:
         config: The strategy.
         kind: Of model.
+        sabotage: Name of a function in ``sabotage.SABOTAGE`` that breaks something on purpose.
         sizes: Of Megatron's groups; ``sequence_parallel`` goes to the model.
 
     Returns:
@@ -127,8 +128,12 @@ def gradients(config: dict[str, Any], kind: str, **sizes: Any) -> dict[str, Any]
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from megatron_scalevec.patching import PatchSet
+    from ranks.jobs.sabotage import SABOTAGE
     from ranks.models import SIZES, build_gpt, initialize_parallel
 
+    if sabotage:
+        SABOTAGE[sabotage](PatchSet())
     sequence_parallel = sizes.pop("sequence_parallel", False)
     initialize_parallel(**sizes)
     model = build_gpt(kind, sequence_parallel=sequence_parallel, **sizes)

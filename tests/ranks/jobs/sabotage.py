@@ -59,6 +59,26 @@ def _forget_mtp(patches) -> None:
     patches.set(convert, "plan_roles", everything)
 
 
+def _leave_rope_key(patches) -> None:
+    """The rotary part of the key keeps what Megatron gives it: the gradient of this rank's heads."""
+    from megatron_scalevec import convert
+
+    patches.set(convert, "complete_rope_keys", lambda model: None)
+
+
+def _wrong_latent_row_map(patches) -> None:
+    """Every rank takes itself for the first one, in latent attention."""
+    from megatron_scalevec.convert import latent
+
+    patches.wrap(
+        latent,
+        "interleaved_row_map",
+        lambda right: (
+            lambda groups, blocks, tp_rank, tp_size: right(groups, blocks, tp_rank=0, tp_size=tp_size)
+        ),
+    )
+
+
 def _bypass_model(patches) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -88,6 +108,8 @@ SABOTAGE = {
     "row-map": _wrong_row_map,
     "marked-as-sharded": _mark_as_sharded,
     "mtp-forgotten": _forget_mtp,
+    "rope-key-gradient": _leave_rope_key,
+    "latent-row-map": _wrong_latent_row_map,
     "bypass model": _bypass_model,
     "bypass decay overrides": _bypass_decay,
 }
