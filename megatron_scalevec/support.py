@@ -89,10 +89,29 @@ REFUSALS: tuple[Refusal, ...] = (
         "use a dense model",
     ),
     Refusal(
-        "latent-attention",
-        _given("multi_latent_attention"),
-        "multi-latent attention (--multi-latent-attention) does not carry scale vectors yet",
-        "use grouped-query attention",
+        "cached-latents",
+        _given("cache_mla_latents"),
+        "--cache-mla-latents takes the up-projection of latent attention apart for inference, where scale "
+        "vectors do not reach",
+        "fold the model to a stock one first, or drop that flag",
+    ),
+    Refusal(
+        "fused-down-projection",
+        lambda args, _: (
+            bool(getattr(args, "mla_down_proj_fusion", False))
+            and int(getattr(args, "tensor_model_parallel_size", 1) or 1) > 1
+        ),
+        "--mla-down-proj-fusion with tensor parallelism gives the rows of the rotary key the gradient of one "
+        "rank's heads alone, and with it everything before the layer",
+        "drop that flag, or use --tensor-model-parallel-size 1",
+    ),
+    Refusal(
+        "v-norm-of-latent-attention",
+        lambda args, config: (
+            bool(getattr(args, "multi_latent_attention", False)) and config.decay_v_norm == "output"
+        ),
+        "--scalevec-decay-v-norm has no effect on latent attention, where dual-norm places no norm on v",
+        "drop that flag",
     ),
     Refusal(
         "heterogeneous",

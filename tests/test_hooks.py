@@ -86,7 +86,9 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "communication-overlap": {"tp_comm_overlap": True},
         "activation-offload": {"cpu_offloading_num_layers": 2},
         "experts": {"num_experts": 8},
-        "latent-attention": {"multi_latent_attention": True},
+        "cached-latents": {"cache_mla_latents": True},
+        "fused-down-projection": {"mla_down_proj_fusion": True, "tensor_model_parallel_size": 2},
+        "v-norm-of-latent-attention": {"multi_latent_attention": True},
         "heterogeneous": {"heterogeneous_layers_config_path": "x.json"},
         "experimental-attention": {"experimental_attention_variant": "dsa"},
         "hybrid": {"hybrid_layer_pattern": "M*"},
@@ -112,6 +114,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
     configs = {
         "fused-qkv-rope": ScaleVecConfig(strategy="dnp"),
         "qk-l2-norm": ScaleVecConfig(strategy="unified"),
+        "v-norm-of-latent-attention": ScaleVecConfig(strategy="unified", decay_v_norm="output"),
         "learning-rates-on-resume": ScaleVecConfig(strategy="hg", lr_mult="input=2"),
         "float32-vectors": ScaleVecConfig(strategy="hg", vector_dtype="fp32"),
     }

@@ -5,6 +5,9 @@ import re
 
 import numpy as np
 import pytest
+from ranks.arguments import LAYOUTS as LAYOUTS_OF_RUNS
+from ranks.arguments import tiny_gpt
+from ranks.pool import RankFailure
 
 PLACEMENTS = ["input", "output", "dual", "dual-norm"]
 FORMS = [
@@ -152,3 +155,57 @@ def test_a_trained_scale_is_carried_to_every_linear_that_the_norm_feeds(ranks):
     for strategy in ("iwd", "hg", "or", "unified"):
         [found] = ranks.run("convert_trained", kind="mla", config={"strategy": strategy})
         assert found["difference"] < 1e-14, strategy
+
+
+@pytest.fixture(scope="module")
+def deepseek(ranks, tmp_path_factory):
+    """Twenty iterations of a small DeepSeek in a layout, once; ``load``: from another layout's tenth."""
+    runs = {}
+    folders = {}
+
+    def run(layout, load=None):
+        if (layout, load) not in runs:
+            world_size, arguments = LAYOUTS_OF_RUNS[layout]
+            argv = ["--train-iters", "20", "--scalevec-strategy", "unified", *arguments]
+            if load is None:
+                folders[layout] = str(tmp_path_factory.mktemp(layout))
+                argv += ["--save", folders[layout], "--save-interval", "10"]
+            else:
+                argv += ["--load", folders[load], "--ckpt-step", "10"]
+            argv = tiny_gpt("deepseek", *argv)
+            runs[layout, load] = ranks.run("train", world_size, argv=argv, by_name=load is None)[-1]
+        return runs[layout, load]
+
+    return run
+
+
+@pytest.mark.needs_training
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_twenty_iterations_of_the_training_loop(deepseek, layout):
+    """Latent attention and multi-token prediction under the paper's strategy."""
+    serial, run = deepseek("serial"), deepseek(layout)
+    assert len(run["losses"]) == 20 and run["losses"][-1] < run["losses"][0]
+    np.testing.assert_allclose(run["losses"], serial["losses"], rtol=1e-5)
+    np.testing.assert_allclose(run["grad_norms"], serial["grad_norms"], rtol=1e-5)
+    # Four layers and the one of multi-token prediction.
+    assert run["audit"]["linears_converted"] == 5 * 5
+    assert run["audit"]["built_vectors"]["latent k_up out alpha"] == 5
+    assert run["audit"]["built_vectors"]["mtp enorm in alpha"] == 1
+    assert run["audit"]["vectors"] == serial["audit"]["vectors"]
+
+
+@pytest.mark.needs_training
+def test_resume_at_another_layout(deepseek):
+    """Saved by two tensor-parallel ranks, continued by two pipeline stages."""
+    whole = deepseek("tp2")
+    resumed = deepseek("pp2", load="tp2")
+    np.testing.assert_allclose(resumed["losses"], whole["losses"][10:], rtol=1e-5)
+
+
+@pytest.mark.needs_training
+@pytest.mark.parametrize("flag", ["--cache-mla-latents", "--scalevec-decay-v-norm=output"])
+def test_refusals_come_before_the_model_is_built(ranks, flag):
+    with pytest.raises(RankFailure) as caught:
+        ranks.run("train", argv=tiny_gpt("deepseek", flag, "--scalevec-strategy", "unified"))
+    assert "or drop --scalevec-strategy." in str(caught.value)
+    assert "building GPT" not in str(caught.value)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import torch
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -31,6 +30,24 @@ def complete_rope_key_gradient(attention: MLASelfAttention) -> None:
     linear = attention.linear_kv_down_proj
     if leaf_class(linear).group_of(linear).size() > 1:
         linear.register_forward_hook(_complete)
+
+
+class _SumGradient(torch.autograd.Function):
+    """Identity whose backward sums the gradient over a group.
+
+    Megatron's own, up to 0.18, sums a copy of a gradient that is not contiguous and returns the original.
+    """
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(grad, group=ctx.group)
+        return grad, None
 
 
 def _complete(linear: torch.nn.Module, _, output):
@@ -52,5 +69,5 @@ def _complete(linear: torch.nn.Module, _, output):
             combined = scatter_to_sequence_parallel_region(combined, group=group)
     if not config.sequence_parallel:
         latent, rope = combined.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
-        combined = torch.cat([latent, copy_to_tensor_model_parallel_region(rope, group=group)], dim=-1)
+        combined = torch.cat([latent, _SumGradient.apply(rope, group)], dim=-1)
     return combined, bias

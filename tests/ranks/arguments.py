@@ -32,6 +32,11 @@ _MODELS = {
     "one-group": """--group-query-attention --num-query-groups 1 --swiglu --normalization RMSNorm
         --disable-bias-linear --position-embedding-type rope
         --untie-embeddings-and-output-weights""".split(),
+    # As DeepSeek's: latent attention with norms on the latents, and multi-token prediction.
+    "deepseek": """--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8
+        --qk-pos-emb-head-dim 6 --v-head-dim 4 --qk-layernorm --rope-type rope --mtp-num-layers 1 --swiglu
+        --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+        --untie-embeddings-and-output-weights""".split(),
 }
 
 LAYOUTS = {

@@ -134,7 +134,12 @@ def _transformer_engine_spec(config):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    fusion = {"mla_down_proj_fusion": True} if getattr(config, "mla_down_proj_fusion", False) else {}
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        **fusion,
+    )
     spec.submodules.self_attention.submodules.core_attention = DotProductAttention
     return spec
 

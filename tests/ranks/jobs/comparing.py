@@ -118,6 +118,7 @@ def gradients(config: dict[str, Any], kind: str, sabotage: str | None = None, **
         config: The strategy.
         kind: Of model.
         sabotage: Name of a function in ``sabotage.SABOTAGE`` that breaks something on purpose.
+        implementation: Megatron's name for the layers.
         sizes: Of Megatron's groups; ``sequence_parallel`` goes to the model.
 
     Returns:
@@ -136,7 +137,7 @@ def gradients(config: dict[str, Any], kind: str, sabotage: str | None = None, **
         SABOTAGE[sabotage](PatchSet())
     sequence_parallel = sizes.pop("sequence_parallel", False)
     initialize_parallel(**sizes)
-    model = build_gpt(kind, sequence_parallel=sequence_parallel, **sizes)
+    model = build_gpt(kind, implementation=implementation, sequence_parallel=sequence_parallel, **sizes)
     apply_scale_vectors(model, ScaleVecConfig(**config))
     fill_by_name(
         model,
