@@ -127,12 +127,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "use standard attention",
     ),
     Refusal(
-        "hybrid",
-        _given("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"),
-        "hybrid and Mamba models do not carry scale vectors yet",
-        "use a GPT model",
-    ),
-    Refusal(
         "legacy-models",
         _given("use_legacy_models"),
         "--use-legacy-models builds a model outside megatron.core",

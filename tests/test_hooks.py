@@ -91,7 +91,6 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "v-norm-of-latent-attention": {"multi_latent_attention": True},
         "heterogeneous": {"heterogeneous_layers_config_path": "x.json"},
         "experimental-attention": {"experimental_attention_variant": "dsa"},
-        "hybrid": {"hybrid_layer_pattern": "M*"},
         "legacy-models": {"use_legacy_models": True},
         "fsdp": {"use_megatron_fsdp": True},
         "fp8-fp4": {"fp8": "hybrid"},

@@ -126,7 +126,7 @@ def rank_record(
                 stock += unsharded_numel(param)
                 if param.dim() == 1 and not param.requires_grad and _is_norm_scale(name, of_latents):
                     retired += 1
-                    retired_numel += param.numel()
+                    retired_numel += unsharded_numel(param)
             info = vector_info(param)
             if info is None:
                 continue
@@ -144,7 +144,7 @@ def rank_record(
                     reparam=info.reparam,
                     part=info.part,
                     added=was_added(param),
-                    size=param.numel(),
+                    size=unsharded_numel(param),
                     dtype=str(param.dtype).removeprefix("torch."),
                     weight_decay_class=role_of(param),
                     decays=wanted,
@@ -171,11 +171,13 @@ _NORM_SCALES = (
     "final_layernorm.weight",
     "enorm.weight",
     "hnorm.weight",
+    "final_norm.weight",  # of hybrid models
+    "mixer.norm.weight",  # Mamba's gated norm
 )
 
 
 def _is_norm_scale(name: str, of_latents: set[str]) -> bool:
-    return name.endswith(_NORM_SCALES) or name in of_latents
+    return name.endswith(_NORM_SCALES) or name in of_latents or bool(_BEFORE_MIXER.search(name))
 
 
 def _global_name(name: str, layer: int | None) -> str:
@@ -272,5 +274,6 @@ def audit_of_records(
     )
 
 
+_BEFORE_MIXER = re.compile(r"layers\.\d+\.norm\.weight$")  # of a Mamba layer
 _LATENT_NOTE = "dual-norm: latent attention gets dual, as none of its maps makes whole heads (docs/latent.md)"
 _EXECUTION = "W_eff is formed in every forward pass; the only mode of this version"

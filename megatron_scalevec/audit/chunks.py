@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["final_norm_of", "is_copy", "latent_norm_scales", "unsharded_numel", "unwrap"]
+__all__ = ["is_copy", "latent_norm_scales", "unsharded_numel", "unwrap"]
 
 
 def is_copy(chunk: torch.nn.Module, name: str) -> bool:
@@ -16,11 +16,6 @@ def is_copy(chunk: torch.nn.Module, name: str) -> bool:
     if name == "output_layer.weight":
         return chunk.share_embeddings_and_output_weights
     return name.startswith("embedding.") and not chunk.pre_process
-
-
-def final_norm_of(decoder: torch.nn.Module) -> torch.nn.Module | None:
-    """The norm before the output head, None on a stage without it."""
-    return getattr(decoder, "final_layernorm", None)
 
 
 def latent_norm_scales(model: torch.nn.Module) -> set[str]:

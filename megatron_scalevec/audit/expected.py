@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron_scalevec.audit.chunks import final_norm_of, unwrap
+from megatron_scalevec.audit.chunks import unwrap
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert.maps import layer_parts, maps_of, parts_of_mtp
+from megatron_scalevec.convert.site import final_norm_of
 from megatron_scalevec.reparam import get_reparameterization
 
 __all__ = ["Expectation", "Share", "expectation"]
@@ -55,7 +56,7 @@ class Share:
         return cls._of(
             [every[layer.layer_number - 1] for decoder in decoders for layer in decoder.layers],
             sum(len(block.layers) for block in mtp if block is not None),
-            any(final_norm_of(decoder) is not None for decoder in decoders),
+            any(final_norm_of(decoder)[1] is not None for decoder in decoders),
             model_config,
         )
 

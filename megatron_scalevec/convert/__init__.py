@@ -10,19 +10,20 @@ The work is planned on the whole model first; only a plan without objections is 
 from __future__ import annotations
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert.branches import branches_at, refuse_unknown_branches
+from megatron_scalevec.convert.hybrid import MODELS, remember_layers
 from megatron_scalevec.convert.latent import complete_rope_keys
 from megatron_scalevec.convert.roles import parameter_roles, plan_roles
 from megatron_scalevec.convert.site import LinearSite, NormSite
 from megatron_scalevec.convert.sites import find_sites
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
-from megatron_scalevec.layers.linear import SHARED, leaf_class
+from megatron_scalevec.layers.linear import SHARED, leaf_class, sharding_of
 from megatron_scalevec.layers.norm import NormHandle, head_norm, retire, scale_norm
 from megatron_scalevec.pending import released
 from megatron_scalevec.vectors import VectorInfo, has_vector, role_of, set_role
@@ -55,7 +56,8 @@ def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
     model computes the same function afterwards, except where a norm comes between (dual-norm).
 
     Args:
-        model: A ``GPTModel`` with layers of the local or the TransformerEngine implementation.
+        model: A ``GPTModel`` or ``HybridModel`` (``MambaModel``), its layers of the local or the
+            TransformerEngine implementation.
         config: The strategy. ``stock`` changes nothing.
 
     Raises:
@@ -63,10 +65,10 @@ def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
     """
     if not config.active:
         return
-    if not isinstance(model, GPTModel):
+    if not isinstance(model, MODELS):
         raise ScaleVecError(
             f"scale vectors were asked for on a {type(model).__name__}; this version builds them on "
-            "GPTModel, before it is wrapped for mixed precision or data parallelism."
+            "GPTModel and on hybrid models, before it is wrapped for mixed precision or data parallelism."
         )
     known = applied_config(model)
     if known is not None:
@@ -78,9 +80,10 @@ def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
         _convert(model, config)
 
 
-def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
+def _convert(model: LanguageModule, config: ScaleVecConfig) -> None:
     if getattr(model.config, _BORROWED_FLAG, False):
         _without_borrowed_norms(model)
+    remember_layers(model)
     refuse_unknown_branches(config, model.config)
     if config.weight_decay == "all" and _zero_centered(model.config):
         raise ScaleVecError(
@@ -94,7 +97,7 @@ def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
     roles = plan_roles(model, sites)
     # Before anything is retired: a norm may feed several linears.
     scales = {
-        id(site.norm.weight): _scale_of(site.norm, model.config)
+        id(site.norm.weight): _whole(_scale_of(site.norm, model.config), site)
         for site in sites
         if isinstance(site, LinearSite) and site.asked_for and site.norm is not None
     }
@@ -112,7 +115,7 @@ def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
     setattr(model, _APPLIED_ATTRIBUTE, config)
 
 
-def _without_borrowed_norms(model: GPTModel) -> None:
+def _without_borrowed_norms(model: LanguageModule) -> None:
     """Take away the q/k norms that Megatron has built because an earlier model chunk set the flag for its
     own: the stock model has none."""
     for module in model.modules():
@@ -157,6 +160,16 @@ def _scale_of(norm: NormHandle, model_config) -> torch.Tensor:
     """γ as it acts, whatever is stored."""
     weight = norm.weight.detach()
     return weight + 1 if _zero_centered(model_config) else weight.clone()
+
+
+def _whole(scale: torch.Tensor, site: LinearSite) -> torch.Tensor:
+    """The scale of all channels, where ranks have a norm over their own (Mamba's gated norm)."""
+    if scale.numel() == site.channels or scale.is_meta:
+        return scale.new_ones(site.channels) if scale.is_meta else scale
+    _, ranks = sharding_of(site.linear)
+    parts = [torch.empty_like(scale) for _ in range(ranks)]
+    torch.distributed.all_gather(parts, scale, group=leaf_class(site.linear).group_of(site.linear))
+    return torch.cat(parts)
 
 
 def _dtype(config: ScaleVecConfig) -> torch.dtype | None:

@@ -9,7 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Map", "layer_parts", "maps_of", "parts_of_mtp"]
+__all__ = ["HYBRID_LAYERS", "Map", "layer_parts", "maps_of", "parts_of_mtp"]
+
+HYBRID_LAYERS = "scalevec_hybrid_layers"
+"""Attribute of the configuration of a hybrid model: symbols of the decoder's layers, and of those inside of
+multi-token prediction."""
+
+_PARTS_OF_SYMBOLS = {
+    "*": ("attention",),
+    "+": ("latent attention",),
+    "-": ("mlp",),
+    "M": ("mamba",),
+}
 
 
 @dataclass(frozen=True)
@@ -30,22 +41,30 @@ class Map:
 
 def layer_parts(model_config: Any) -> list[tuple[str, ...]]:
     """The parts (keys of :func:`maps_of`) of every layer of the decoder."""
-    attention = "latent attention" if _is_latent(model_config) else "attention"
+    hybrid = getattr(model_config, HYBRID_LAYERS, None)
+    if hybrid is not None:
+        return [_PARTS_OF_SYMBOLS[symbol] for symbol in hybrid[0]]
+    attention = "latent attention" if getattr(model_config, "multi_latent_attention", False) else "attention"
     return [(attention, "mlp")] * model_config.num_layers
 
 
 def parts_of_mtp(model_config: Any) -> tuple[str, ...]:
-    """The parts of the layer inside multi-token prediction, which is as the decoder's last one."""
+    """The parts inside of one step of multi-token prediction: of a GPT, those of the decoder's last layer."""
+    hybrid = getattr(model_config, HYBRID_LAYERS, None)
+    if hybrid is not None:
+        return tuple(part for symbol in hybrid[1] for part in _PARTS_OF_SYMBOLS[symbol])
     return layer_parts(model_config)[-1]
 
 
 def maps_of(part: str, model_config: Any) -> Sequence[Map]:
     """The linears of one part of a layer."""
-    return {"attention": _attention, "latent attention": _latent_attention, "mlp": _mlp}[part](model_config)
-
-
-def _is_latent(model_config: Any) -> bool:
-    return bool(getattr(model_config, "multi_latent_attention", False))
+    of_parts = {
+        "attention": _attention,
+        "latent attention": _latent_attention,
+        "mlp": _mlp,
+        "mamba": _mamba,
+    }
+    return of_parts[part](model_config)
 
 
 def _attention(c: Any) -> Sequence[Map]:
@@ -71,3 +90,7 @@ def _latent_attention(c: Any) -> Sequence[Map]:
 def _mlp(c: Any) -> Sequence[Map]:
     branches = ("gate", "up") if c.gated_linear_unit else ("up",)
     return Map("mlp", branches, "pre-mlp"), Map("projections", ("down",))
+
+
+def _mamba(c: Any) -> Sequence[Map]:
+    return Map("mamba", ("z", "x", "B", "C", "dt"), "pre-mixer"), Map("mamba", ("out",), "gated")

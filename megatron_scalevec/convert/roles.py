@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import Attention, SelfAttention
 
+from megatron_scalevec.convert.mamba import MambaMixer
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.layers.linear import leaf_class
 from megatron_scalevec.vectors import role_of
@@ -14,7 +14,10 @@ from megatron_scalevec.vectors import role_of
 __all__ = ["parameter_roles", "plan_roles"]
 
 
-def plan_roles(model: GPTModel, sites) -> list[tuple[torch.nn.Parameter, str]]:
+_MAMBA_STOCK = ("conv1d_bias", "conv1d.bias", "dt_bias", "A_log", "D")
+
+
+def plan_roles(model: torch.nn.Module, sites) -> list[tuple[torch.nn.Parameter, str]]:
     """Roles of every 1-D parameter that the conversion itself does not mark.
 
     Raises:
@@ -37,12 +40,17 @@ def plan_roles(model: GPTModel, sites) -> list[tuple[torch.nn.Parameter, str]]:
             else:
                 mark(site.norm.weight, "stock")
     for module in model.modules():
+        if isinstance(module, Attention):
+            mark(getattr(module.core_attention, "softmax_offset", None), "stock")
         if isinstance(module, SelfAttention):
             for norm in (module.q_layernorm, module.k_layernorm):
                 mark(getattr(norm, "weight", None), "output")
                 mark(getattr(norm, "bias", None), "bias")
-        if isinstance(module, Attention):
-            mark(getattr(module.core_attention, "softmax_offset", None), "stock")
+        elif isinstance(module, MambaMixer):
+            # What is no scale: the convolution's bias, the time step's, the state's decay, the skip.
+            for name, param in module.named_parameters():
+                if param.dim() == 1 and name in _MAMBA_STOCK:
+                    mark(param, "stock")
         elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)) or leaf_class(module):
             mark(module.bias, "bias")
     for name, param in model.named_parameters():

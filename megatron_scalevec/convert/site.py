@@ -15,7 +15,15 @@ from megatron_scalevec.fold import RowMap, whole_row_map
 from megatron_scalevec.layers.linear import leaf_class, unsharded_sizes
 from megatron_scalevec.layers.norm import NormHandle
 
-__all__ = ["LinearSite", "NormSite", "cannot", "norm_handle", "projection_site", "require_linear"]
+__all__ = [
+    "LinearSite",
+    "NormSite",
+    "cannot",
+    "final_norm_of",
+    "norm_handle",
+    "projection_site",
+    "require_linear",
+]
 
 
 @dataclass
@@ -57,6 +65,12 @@ _LINEARS = {
         "replicated": ("ColumnParallelLinear", "TELinear"),
     }.items()
 }
+
+
+def final_norm_of(decoder: torch.nn.Module) -> tuple[str, torch.nn.Module | None]:
+    """Name of the slot and norm before the output head; None on a pipeline stage without it."""
+    name = "final_norm" if hasattr(decoder, "final_norm") else "final_layernorm"
+    return name, getattr(decoder, name, None)
 
 
 def norm_handle(path: str, norm: torch.nn.Module, linear: torch.nn.Module | None = None) -> NormHandle:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
@@ -13,10 +13,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert.latent import is_latent_attention, latent_attention_sites
+from megatron_scalevec.convert.mamba import MambaLayer, mamba_sites
 from megatron_scalevec.convert.site import (
     LinearSite,
     NormSite,
     cannot,
+    final_norm_of,
     norm_handle,
     projection_site,
     require_linear,
@@ -27,7 +29,7 @@ from megatron_scalevec.layers.linear import sharding_of, unsharded_sizes
 __all__ = ["LinearSite", "NormSite", "find_sites"]
 
 
-def find_sites(model: GPTModel, config: ScaleVecConfig) -> Iterator[NormSite | LinearSite]:
+def find_sites(model: LanguageModule, config: ScaleVecConfig) -> Iterator[NormSite | LinearSite]:
     of_mtp: set[int] = set()
     for path, module in model.named_modules():
         if isinstance(module, MultiTokenPredictionLayer):
@@ -45,9 +47,12 @@ def find_sites(model: GPTModel, config: ScaleVecConfig) -> Iterator[NormSite | L
             if offset and number > offset:  # some versions have added the offset themselves
                 offset = 0
             yield from _layer_sites(path, module, number + offset, config)
-    norm = getattr(model.decoder, "final_layernorm", None)
+        elif isinstance(module, MambaLayer):
+            offset = model.config.num_layers if id(module) in of_mtp else 0
+            yield from mamba_sites(path, module, module.layer_number + offset, config)
+    name, norm = final_norm_of(model.decoder)
     if norm is not None and not isinstance(norm, IdentityOp):
-        path = "decoder.final_layernorm"
+        path = f"decoder.{name}"
         handle = norm_handle(path, norm)
         yield NormSite("head", "logits", None, path, handle, "head" in config.sites)
 

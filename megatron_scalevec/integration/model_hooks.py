@@ -13,7 +13,7 @@ import torch
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.integration.session import Session, say
 
-__all__ = ["gpt_model", "group_ranges", "optimizer", "overrides", "setup"]
+__all__ = ["gpt_model", "group_ranges", "hybrid_model", "optimizer", "overrides", "setup"]
 
 
 def gpt_model(current: Session, original):
@@ -25,6 +25,17 @@ def gpt_model(current: Session, original):
             # A layer spec may have brought the same strategy.
             if applied_config(self) != current.config:
                 apply_scale_vectors(self, current.config)
+
+    return init
+
+
+def hybrid_model(current: Session, original):
+    """The other kind of model that a run may build instead."""
+    convert = gpt_model(current, original)
+
+    def init(self, *args, **kwargs):
+        current.called.add("model")
+        convert(self, *args, **kwargs)
 
     return init
 

@@ -48,6 +48,10 @@ def _value(key: str, param: torch.nn.Parameter, tp_rank: int, tp_size: int) -> t
         full = 1 + 0.1 * noise
     if dim is None:
         return full
+    sizes = getattr(param, "partition_sizes", None)
+    if sizes is not None:  # Mamba: every rank holds its share of each of several blocks
+        blocks = full.split([size * tp_size for size in sizes], dim=dim)
+        return torch.cat([block.chunk(tp_size, dim=dim)[tp_rank] for block in blocks], dim=dim)
     # Stride 2: every rank holds a share of the first half (gate), then its share of the second (up).
     halves = full.chunk(getattr(param, "partition_stride", 1), dim=dim)
     return torch.cat([half.chunk(tp_size, dim=dim)[tp_rank] for half in halves], dim=dim)

@@ -46,6 +46,34 @@ class ZeroCenteredNorm(torch.nn.Module):
         return torch.nn.functional.layer_norm(x, size, self.weight + 1, self.bias, self.eps)
 
 
+def settings_of(kind: str, dtype: torch.dtype) -> dict:
+    """Megatron's configuration of a kind of model."""
+    modern = kind != "gpt2"
+    return {
+        "num_layers": 2,
+        "hidden_size": SIZES["hidden"],
+        "num_attention_heads": SIZES["heads"],
+        "num_query_groups": {"gpt2": SIZES["heads"], "mla": SIZES["heads"], "one-group": 1}.get(kind, 2),
+        "ffn_hidden_size": SIZES["ffn"],
+        "normalization": "RMSNorm" if modern else "LayerNorm",
+        "gated_linear_unit": modern,
+        "activation_func": torch.nn.functional.silu if modern else torch.nn.functional.gelu,
+        "add_bias_linear": not modern,
+        "qk_layernorm": kind == "qk-norm",
+        "use_cpu_initialization": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        **(LATENT if kind == "mla" else {}),
+    }
+
+
 def build_gpt(
     kind: str = "llama",
     dtype: torch.dtype = torch.float64,
@@ -67,30 +95,7 @@ def build_gpt(
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     modern, latent = kind != "gpt2", kind == "mla"
-    settings = {
-        "num_layers": 2,
-        "hidden_size": SIZES["hidden"],
-        "num_attention_heads": SIZES["heads"],
-        "num_query_groups": {"gpt2": SIZES["heads"], "mla": SIZES["heads"], "one-group": 1}.get(kind, 2),
-        "ffn_hidden_size": SIZES["ffn"],
-        "normalization": "RMSNorm" if modern else "LayerNorm",
-        "gated_linear_unit": modern,
-        "activation_func": torch.nn.functional.silu if modern else torch.nn.functional.gelu,
-        "add_bias_linear": not modern,
-        "qk_layernorm": kind == "qk-norm",
-        "use_cpu_initialization": True,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-        **(LATENT if latent else {}),
-        **overrides,
-    }
+    settings = {**settings_of(kind, dtype), **overrides}
     config = (MLATransformerConfig if latent else TransformerConfig)(**settings)
     if spec is not None:
         pass

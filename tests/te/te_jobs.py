@@ -37,7 +37,13 @@ def gradients(sabotage: str | None = None, **given: Any) -> dict[str, Any]:
     from megatron_scalevec.layers import te
 
     if sabotage == "summed-twice":
-        te.ScaleVecTELinear.parallel = "column"
+        whole = te.ScaleVecTELinear.folded_weight
+
+        def folded_weight(self):
+            self.__dict__["parallel"] = "column"
+            return whole(self)
+
+        te.ScaleVecTELinear.folded_weight = folded_weight
     elif sabotage == "not-summed":
         convert = te.ScaleVecTELinear.convert.__func__
 

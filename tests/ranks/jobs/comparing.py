@@ -111,12 +111,18 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-def gradients(config: dict[str, Any], kind: str, sabotage: str | None = None, **sizes: Any) -> dict[str, Any]:
+def gradients(
+    config: dict[str, Any],
+    kind: str,
+    sabotage: str | None = None,
+    implementation: str = "local",
+    **sizes: Any,
+) -> dict[str, Any]:
     """One forward and backward pass through megatron.core alone: loss and reduced gradients.
 
     Args:
         config: The strategy.
-        kind: Of model.
+        kind: Of model; ``hybrid`` for one of ``ranks.hybrids``.
         sabotage: Name of a function in ``sabotage.SABOTAGE`` that breaks something on purpose.
         implementation: Megatron's name for the layers.
         sizes: Of Megatron's groups; ``sequence_parallel`` goes to the model.
@@ -130,6 +136,7 @@ def gradients(config: dict[str, Any], kind: str, sabotage: str | None = None, **
 
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
     from megatron_scalevec.patching import PatchSet
+    from ranks.hybrids import build_hybrid
     from ranks.jobs.sabotage import SABOTAGE
     from ranks.models import SIZES, build_gpt, initialize_parallel
 
@@ -137,7 +144,10 @@ def gradients(config: dict[str, Any], kind: str, sabotage: str | None = None, **
         SABOTAGE[sabotage](PatchSet())
     sequence_parallel = sizes.pop("sequence_parallel", False)
     initialize_parallel(**sizes)
-    model = build_gpt(kind, implementation=implementation, sequence_parallel=sequence_parallel, **sizes)
+    if kind == "hybrid":
+        model = build_hybrid(sequence_parallel=sequence_parallel, **sizes)
+    else:
+        model = build_gpt(kind, implementation=implementation, sequence_parallel=sequence_parallel, **sizes)
     apply_scale_vectors(model, ScaleVecConfig(**config))
     fill_by_name(
         model,

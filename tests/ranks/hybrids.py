@@ -1,0 +1,149 @@
+"""Small hybrid models of Megatron's local layers, with plain torch for Mamba's kernels."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ranks.models import SIZES, settings_of
+
+__all__ = ["MAMBA", "build_hybrid", "local_stack_spec", "replace_kernels"]
+
+MAMBA = {"mamba_state_dim": 4, "mamba_head_dim": 8, "mamba_num_groups": 2}
+
+
+class _GatedNorm(torch.nn.Module):
+    """RMS norm over groups of channels, as the kernel package's, which has no CPU form."""
+
+    def __init__(self, size, eps, group_size, norm_before_gate, device=None, dtype=None):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype))
+        self.eps, self.group_size = eps, group_size
+
+    def forward(self, x):
+        groups = x.unflatten(-1, (-1, self.group_size))
+        return F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2) * self.weight
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def _scan(zxbcdt, weight, bias, dt_bias, a, D, headdim, ngroups, **_):
+    """Convolution, selective scan and gate of [batch, length, channels], position by position."""
+    heads = dt_bias.shape[0]
+    inner = heads * headdim
+    state = (zxbcdt.shape[-1] - 2 * inner - heads) // (2 * ngroups)
+    z, xbc, dt = zxbcdt.split([inner, inner + 2 * ngroups * state, heads], -1)
+    padded = F.pad(xbc.transpose(1, 2), (weight.shape[1] - 1, 0))
+    xbc = F.silu(F.conv1d(padded, weight[:, None], bias, groups=weight.shape[0]).transpose(1, 2))
+    x, b, c = xbc.split([inner, ngroups * state, ngroups * state], -1)
+    x = x.unflatten(-1, (heads, headdim))
+    b, c = (t.unflatten(-1, (ngroups, state)).repeat_interleave(heads // ngroups, -2) for t in (b, c))
+    dt = F.softplus(dt + dt_bias)
+    memory = x.new_zeros(*x.shape[:1], heads, headdim, state)
+    out = []
+    for t in range(x.shape[1]):
+        step = (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None, :]
+        memory = memory * torch.exp(dt[:, t] * a)[..., None, None] + step
+        out.append((memory * c[:, t, :, None, :]).sum(-1) + D[:, None] * x[:, t])
+    return torch.stack(out, 1).flatten(-2).to(z.dtype) * F.silu(z)
+
+
+_REARRANGED = {
+    "l b d -> b l d": lambda t: t.transpose(0, 1),
+    "b l d -> l b d": lambda t: t.transpose(0, 1),
+    "d 1 w -> d w": lambda t: t.squeeze(1),
+}
+
+
+def replace_kernels() -> None:
+    """Put plain torch where Megatron expects CUDA kernels, einops and TransformerEngine's norm, for good."""
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    try:
+        from megatron.core.models.hybrid import hybrid_block as block
+    except ImportError:  # up to 0.17
+        from megatron.core.ssm import mamba_block as block
+
+    mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_context_parallel.HAVE_EINOPS = True
+    mamba_mixer.rearrange = lambda tensor, pattern: _REARRANGED[pattern](tensor)
+    mamba_mixer.ExtendedRMSNorm = _GatedNorm
+    mamba_mixer.mamba_split_conv1d_scan_combined = _scan
+    block.TENorm = WrappedTorchNorm
+
+
+def local_stack_spec(normalization: str = "RMSNorm"):
+    """A hybrid stack of local layers; Megatron has one of TransformerEngine's only."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    try:
+        from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    except ImportError:  # up to 0.17
+        from megatron.core.ssm.mamba_block import MambaStack as HybridStack
+        from megatron.core.ssm.mamba_block import MambaStackSubmodules as HybridStackSubmodules
+
+    whole = get_gpt_layer_local_spec(normalization=normalization).submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=whole.input_layernorm,
+        self_attention=whole.self_attention,
+        self_attn_bda=whole.self_attn_bda,
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=whole.pre_mlp_layernorm, mlp=whole.mlp, mlp_bda=whole.mlp_bda
+    )
+    mixer = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    mamba = MambaLayerSubmodules(
+        norm=WrappedTorchNorm,
+        mixer=ModuleSpec(module=MambaMixer, submodules=mixer),
+        mamba_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(
+        module=HybridStack,
+        submodules=HybridStackSubmodules(
+            mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+        ),
+    )
+
+
+def build_hybrid(pattern: str = "M*-M-", dtype: torch.dtype = torch.float64, **overrides):
+    """A hybrid model of local layers; ``overrides`` go into the TransformerConfig."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    replace_kernels()
+    settings = {**settings_of("llama", dtype), **MAMBA, "num_layers": len(pattern), **overrides}
+    config = TransformerConfig(**settings)
+    given = {
+        "config": config,
+        "vocab_size": SIZES["vocabulary"],
+        "max_sequence_length": SIZES["sequence"],
+        "parallel_output": False,
+    }
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ModuleNotFoundError:  # up to 0.17
+        from megatron.core.models.mamba.mamba_model import MambaModel
+
+        model = MambaModel(mamba_stack_spec=local_stack_spec(), hybrid_override_pattern=pattern, **given)
+    else:
+        model = HybridModel(hybrid_stack_spec=local_stack_spec(), hybrid_layer_pattern=pattern, **given)
+    return model.to(dtype)
