@@ -7,6 +7,8 @@ model.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +47,24 @@ def _differs(name: str, *accepted: Any) -> Callable[[Any, ScaleVecConfig], bool]
         return hasattr(args, name) and getattr(args, name) not in accepted
 
     return applies
+
+
+def _heterogeneous_text(args: Any) -> str:
+    """The description of heterogeneous layers, empty without one. A file is read as it lies there now."""
+    text = getattr(args, "heterogeneous_layers_config_encoded_json", None)
+    path = getattr(args, "heterogeneous_layers_config_path", None)
+    if not text and path and os.path.isfile(path):
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    try:
+        return json.dumps(json.loads(text)) if text else ""
+    except json.JSONDecodeError:  # Megatron will say so
+        return ""
+
+
+def _hybrid_pattern(args: Any) -> str:
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
+    return "".join(getattr(args, name, None) or "" for name in names)
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -114,10 +134,31 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop that flag",
     ),
     Refusal(
-        "heterogeneous",
-        _given("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
-        "heterogeneous layers do not carry scale vectors yet",
-        "use layers of one kind",
+        "encoder-decoder",
+        _given("decoder_num_layers"),
+        "encoder-decoder models have cross-attention (--decoder-num-layers), whose norm feeds the queries "
+        "alone, and do not carry scale vectors yet",
+        "use a decoder-only model",
+    ),
+    Refusal(
+        "linear-replacements",
+        lambda args, _: '"replace_with_linear": true' in _heterogeneous_text(args),
+        "a heterogeneous layer with a linear in the place of its attention or MLP (replace_with_linear) has "
+        "no branches to tell apart",
+        "use layers with attention, an MLP, or neither",
+    ),
+    Refusal(
+        "heterogeneous-mtp",
+        lambda args, _: bool(_heterogeneous_text(args)) and bool(getattr(args, "mtp_num_layers", None)),
+        "multi-token prediction beside heterogeneous layers is not proven with scale vectors",
+        "drop --mtp-num-layers",
+    ),
+    Refusal(
+        "hybrid-layer-kinds",
+        lambda args, _: any(symbol in _hybrid_pattern(args) for symbol in "GDE"),
+        "the hybrid pattern has layers of gated delta net (G), sparse attention (D) or experts (E), which do "
+        "not carry scale vectors yet",
+        "use a pattern of M, *, + and -",
     ),
     Refusal(
         "experimental-attention",

@@ -44,6 +44,12 @@ def layer_parts(model_config: Any) -> list[tuple[str, ...]]:
     hybrid = getattr(model_config, HYBRID_LAYERS, None)
     if hybrid is not None:
         return [_PARTS_OF_SYMBOLS[symbol] for symbol in hybrid[0]]
+    blocks = getattr(model_config, "per_block_parameters", None)
+    if blocks is not None:  # heterogeneous layers
+        return [
+            tuple(part for part, of in (("attention", block.attention), ("mlp", block.mlp)) if not of.no_op)
+            for block in blocks
+        ]
     attention = "latent attention" if getattr(model_config, "multi_latent_attention", False) else "attention"
     return [(attention, "mlp")] * model_config.num_layers
 

@@ -1,13 +1,15 @@
-"""Small hybrid models of Megatron's local layers, with plain torch for Mamba's kernels."""
+"""Small models whose layers differ: hybrids, with plain torch for Mamba's kernels, and heterogeneous GPTs."""
 
 from __future__ import annotations
+
+import json
 
 import torch
 import torch.nn.functional as F
 
 from ranks.models import SIZES, settings_of
 
-__all__ = ["MAMBA", "build_hybrid", "local_stack_spec", "replace_kernels"]
+__all__ = ["BUILDERS", "MAMBA", "build_heterogeneous", "build_hybrid", "local_stack_spec", "replace_kernels"]
 
 MAMBA = {"mamba_state_dim": 4, "mamba_head_dim": 8, "mamba_num_groups": 2}
 
@@ -147,3 +149,47 @@ def build_hybrid(pattern: str = "M*-M-", dtype: torch.dtype = torch.float64, **o
     else:
         model = HybridModel(hybrid_stack_spec=local_stack_spec(), hybrid_layer_pattern=pattern, **given)
     return model.to(dtype)
+
+
+_BLOCKS = (
+    {"attention": {"num_query_groups": 2}, "ffn": {"ffn_hidden_size": 48}},
+    {"attention": {"num_query_groups": None, "no_op": True}, "ffn": {"ffn_hidden_size": 64}},
+    {
+        "attention": {"num_query_groups": 4},
+        "ffn": {"ffn_hidden_size": None, "no_op": True},
+    },
+)
+_REPLACED = {
+    "attention": {"num_query_groups": None, "replace_with_linear": True},
+    "ffn": {"ffn_hidden_size": 48},
+}
+
+
+def build_heterogeneous(dtype: torch.dtype = torch.float64, replaced: bool = False, **overrides):
+    """Layers with two and four query groups and two MLP sizes, one without attention, one without an MLP.
+
+    ``replaced``: add a layer with a linear in the attention's place.
+    """
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+        get_gpt_heterogeneous_layer_spec,
+    )
+    from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
+
+    blocks = [*_BLOCKS, *([_REPLACED] if replaced else [])]
+    settings = {**settings_of("llama", dtype), "num_layers": len(blocks), **overrides}
+    text = json.dumps({"block_configs": blocks})
+    config = HeterogeneousTransformerConfig(heterogeneous_layers_config_encoded_json=text, **settings)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_heterogeneous_layer_spec(config),
+        vocab_size=SIZES["vocabulary"],
+        max_sequence_length=SIZES["sequence"],
+        parallel_output=False,
+        position_embedding_type="rope",
+    )
+    return model.to(dtype)
+
+
+BUILDERS = {"hybrid": build_hybrid, "heterogeneous": build_heterogeneous}
+"""Kinds of models beside those of ``ranks.models.build_gpt``."""

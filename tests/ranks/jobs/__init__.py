@@ -5,4 +5,5 @@ from ranks.jobs.building import *  # noqa: F403
 from ranks.jobs.checkpoints import *  # noqa: F403
 from ranks.jobs.comparing import *  # noqa: F403
 from ranks.jobs.installing import *  # noqa: F403
+from ranks.jobs.mixed_layers import *  # noqa: F403
 from ranks.jobs.training import *  # noqa: F403

@@ -64,15 +64,21 @@ def audit_table(config: dict[str, Any]) -> str:
 
 
 def audit_record(config: dict[str, Any], kind: str, **overrides: Any) -> dict[str, Any]:
-    """The audit of a converted model, as a dict."""
+    """The audit of a converted model, as a dict, and the ``roles`` of its trainable 1-D parameters."""
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
     from megatron_scalevec.audit import audit
+    from megatron_scalevec.convert import parameter_roles
+    from ranks.hybrids import BUILDERS
     from ranks.models import build_gpt, initialize_parallel
 
     initialize_parallel()
-    model = build_gpt(kind, torch.float32, **overrides)
+    if kind in BUILDERS:
+        model = BUILDERS[kind](dtype=torch.float32, **overrides)
+    else:
+        model = build_gpt(kind, torch.float32, **overrides)
     apply_scale_vectors(model, ScaleVecConfig(**config))
-    return json.loads(audit(model).to_json())
+    roles = parameter_roles(model)
+    return {"roles": roles} | json.loads(audit(model).to_json())
 
 
 def write_audit(path: str) -> dict[str, str]:

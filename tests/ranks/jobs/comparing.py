@@ -122,7 +122,7 @@ def gradients(
 
     Args:
         config: The strategy.
-        kind: Of model; ``hybrid`` for one of ``ranks.hybrids``.
+        kind: Of model; also those of ``ranks.hybrids``.
         sabotage: Name of a function in ``sabotage.SABOTAGE`` that breaks something on purpose.
         implementation: Megatron's name for the layers.
         sizes: Of Megatron's groups; ``sequence_parallel`` goes to the model.
@@ -136,7 +136,7 @@ def gradients(
 
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
     from megatron_scalevec.patching import PatchSet
-    from ranks.hybrids import build_hybrid
+    from ranks.hybrids import BUILDERS
     from ranks.jobs.sabotage import SABOTAGE
     from ranks.models import SIZES, build_gpt, initialize_parallel
 
@@ -144,10 +144,11 @@ def gradients(
         SABOTAGE[sabotage](PatchSet())
     sequence_parallel = sizes.pop("sequence_parallel", False)
     initialize_parallel(**sizes)
-    if kind == "hybrid":
-        model = build_hybrid(sequence_parallel=sequence_parallel, **sizes)
+    given = {"sequence_parallel": sequence_parallel, **sizes}
+    if kind in BUILDERS:
+        model = BUILDERS[kind](**given)
     else:
-        model = build_gpt(kind, implementation=implementation, sequence_parallel=sequence_parallel, **sizes)
+        model = build_gpt(kind, implementation=implementation, **given)
     apply_scale_vectors(model, ScaleVecConfig(**config))
     fill_by_name(
         model,

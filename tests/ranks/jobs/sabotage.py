@@ -79,6 +79,29 @@ def _wrong_latent_row_map(patches) -> None:
     )
 
 
+def _wrong_mamba_row_map(patches) -> None:
+    """Every rank takes itself for the first one, in Mamba's in-projection."""
+    from megatron_scalevec.convert import mamba
+
+    patches.wrap(
+        mamba,
+        "interleaved_row_map",
+        lambda right: (
+            lambda groups, blocks, tp_rank, tp_size: right(groups, blocks, tp_rank=0, tp_size=tp_size)
+        ),
+    )
+
+
+def _forget_mamba(patches) -> None:
+    """Mamba layers are passed over."""
+    from megatron_scalevec import convert
+    from megatron_scalevec.convert import sites
+
+    patches.set(sites, "mamba_sites", lambda *args: ())
+    everything = lambda model, found: [(p, "stock") for p in model.parameters() if p.dim() == 1]  # noqa: E731
+    patches.set(convert, "plan_roles", everything)
+
+
 def _bypass_model(patches) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -110,6 +133,8 @@ SABOTAGE = {
     "mtp-forgotten": _forget_mtp,
     "rope-key-gradient": _leave_rope_key,
     "latent-row-map": _wrong_latent_row_map,
+    "mamba-row-map": _wrong_mamba_row_map,
+    "mamba-forgotten": _forget_mamba,
     "bypass model": _bypass_model,
     "bypass decay overrides": _bypass_decay,
 }
