@@ -66,16 +66,19 @@ SITES = {
     "latent": "the norms on the compressed latents of latent attention, and the up-projections",
     "mlp": "the pre-MLP norm and the maps gate, up that it feeds",
     "mamba": "the norm before a Mamba layer's in-projection, and the gated norm before its out-projection",
+    "delta": "the norm before a gated delta net's in-projection, and the norm over heads before its "
+    "out-projection",
     "mtp": "the norms of the multi-token-prediction block itself",
     "head": "the final norm, which feeds the output head",
     "projections": "the maps o and down, which no norm feeds; only when named",
 }
-DEFAULT_SITES = ("attention", "latent", "mlp", "mamba", "mtp", "head")
+DEFAULT_SITES = ("attention", "latent", "mlp", "mamba", "delta", "mtp", "head")
 BRANCH_NAMES = {
     "attention": ("q", "output_gate", "k", "v", "q_down", "kv_down", "k_rope"),
     "latent": ("q_up", "k_up", "v_up"),
     "mlp": ("gate", "up"),
     "mamba": ("z", "x", "B", "C", "dt", "out"),
+    "delta": ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a"),
     "projections": ("o", "down"),
 }
 V_NORM_CLASSES = {

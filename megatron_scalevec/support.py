@@ -155,10 +155,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "hybrid-layer-kinds",
-        lambda args, _: any(symbol in _hybrid_pattern(args) for symbol in "GDE"),
-        "the hybrid pattern has layers of gated delta net (G), sparse attention (D) or experts (E), which do "
-        "not carry scale vectors yet",
-        "use a pattern of M, *, + and -",
+        lambda args, _: any(symbol in _hybrid_pattern(args) for symbol in "DE"),
+        "the hybrid pattern has layers of sparse attention (D) or experts (E), which do not carry scale "
+        "vectors yet",
+        "use a pattern of M, G, *, + and -",
     ),
     Refusal(
         "experimental-attention",

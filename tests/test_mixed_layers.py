@@ -34,7 +34,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["hybrid", "heterogeneous"])
+@pytest.mark.parametrize("kind", ["hybrid", "delta", "heterogeneous"])
 def test_gradients_are_the_serial_ones(ranks, kind, layout):
     for strategy in ("unified", "iwd"):
         config = {"strategy": strategy}
@@ -73,6 +73,18 @@ HYBRID = {
         "head logits in": 1,
     },
 }
+# G-*-: one gated delta net, one attention layer, two MLP layers.
+DELTA = {
+    "linears": 1 + 1 + 2,
+    "retired": 2 + 1 + 2,
+    "vectors": {
+        **{f"delta delta_{b} {side}": 1 for b in ("q", "k", "v", "z", "b", "a") for side in ("in", "out")},
+        "delta delta_out in": 1,
+        **{f"attention {b} {side}": 1 for b in ("q", "k", "v") for side in ("in", "out")},
+        **{f"mlp {b} {side}": 2 for b in ("gate", "up") for side in ("in", "out")},
+        "head logits in": 1,
+    },
+}
 # Two layers with attention, two with an MLP.
 HETEROGENEOUS = {
     "linears": 2 + 2,
@@ -85,7 +97,9 @@ HETEROGENEOUS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "table"), [("hybrid", HYBRID), ("heterogeneous", HETEROGENEOUS)])
+@pytest.mark.parametrize(
+    ("kind", "table"), [("hybrid", HYBRID), ("delta", DELTA), ("heterogeneous", HETEROGENEOUS)]
+)
 def test_the_audit_counts_what_the_table_says(ranks, kind, table):
     [record] = ranks.run("audit_record", config={"strategy": "dp"}, kind=kind)
     assert record["linears_converted"] == record["linears_expected"] == table["linears"]

@@ -173,6 +173,7 @@ _NORM_SCALES = (
     "hnorm.weight",
     "final_norm.weight",  # of hybrid models
     "mixer.norm.weight",  # Mamba's gated norm
+    "self_attention.out_norm.weight",  # of a gated delta net
 )
 
 
@@ -275,5 +276,5 @@ def audit_of_records(
 
 
 _BEFORE_MIXER = re.compile(r"layers\.\d+\.norm\.weight$")  # of a Mamba layer
-_LATENT_NOTE = "dual-norm: latent attention gets dual, as none of its maps makes whole heads (docs/latent.md)"
+_LATENT_NOTE = "dual-norm: latent attention gets dual, as none of its maps makes whole heads (docs/models.md)"
 _EXECUTION = "W_eff is formed in every forward pass; the only mode of this version"

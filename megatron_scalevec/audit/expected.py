@@ -88,6 +88,11 @@ def expectation(config: ScaleVecConfig, model_config: Any, share: Share | None =
 
     for part, number in share.parts.items():
         maps = [one for one in maps_of(part, model_config) if one.site in config.sites]
+        for one in filter(lambda one: one.at_norm, maps):
+            retired += number
+            if config.placement is not None:
+                count(one.site, one.branches[0], "in", number)
+        maps = [one for one in maps if not one.at_norm]
         fed = Counter(one.norm for one in maps)
         for one in maps:
             branches = [branch for branch in one.branches if branch not in config.branches_off]

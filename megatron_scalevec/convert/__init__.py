@@ -187,6 +187,7 @@ def _convert_norm_site(site: NormSite, config: ScaleVecConfig, model_config) -> 
         "input",
         config,
         model_config,
+        site.tp_group,
     )
 
 

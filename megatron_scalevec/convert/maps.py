@@ -20,6 +20,7 @@ _PARTS_OF_SYMBOLS = {
     "+": ("latent attention",),
     "-": ("mlp",),
     "M": ("mamba",),
+    "G": ("delta net",),
 }
 
 
@@ -29,7 +30,8 @@ class Map:
 
     ``norm``: the Input-Norm of the layer that feeds it, None where none does. ``normalized``: branches with
     a norm over each head under dual-norm placement. ``keeps_scale``: whether the norm's own parameter can be
-    the scale of all branches.
+    the scale of all branches. ``at_norm``: whether the scale is a vector at the norm, and nothing is on the
+    linear.
     """
 
     site: str
@@ -37,6 +39,7 @@ class Map:
     norm: str | None = None
     normalized: tuple[str, ...] = ()
     keeps_scale: bool = True
+    at_norm: bool = False
 
 
 def layer_parts(model_config: Any) -> list[tuple[str, ...]]:
@@ -69,6 +72,7 @@ def maps_of(part: str, model_config: Any) -> Sequence[Map]:
         "latent attention": _latent_attention,
         "mlp": _mlp,
         "mamba": _mamba,
+        "delta net": _delta_net,
     }
     return of_parts[part](model_config)
 
@@ -100,3 +104,8 @@ def _mlp(c: Any) -> Sequence[Map]:
 
 def _mamba(c: Any) -> Sequence[Map]:
     return Map("mamba", ("z", "x", "B", "C", "dt"), "pre-mixer"), Map("mamba", ("out",), "gated")
+
+
+def _delta_net(c: Any) -> Sequence[Map]:
+    rows = tuple(f"delta_{name}" for name in ("q", "k", "v", "z", "b", "a"))
+    return Map("delta", rows, "pre-mixer"), Map("delta", ("delta_out",), "per head", at_norm=True)

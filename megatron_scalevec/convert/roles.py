@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import Attention, SelfAttention
 
@@ -14,7 +15,7 @@ from megatron_scalevec.vectors import role_of
 __all__ = ["parameter_roles", "plan_roles"]
 
 
-_MAMBA_STOCK = ("conv1d_bias", "conv1d.bias", "dt_bias", "A_log", "D")
+_STOCK_OF_MIXERS = ("conv1d_bias", "conv1d.bias", "dt_bias", "A_log", "D")
 
 
 def plan_roles(model: torch.nn.Module, sites) -> list[tuple[torch.nn.Parameter, str]]:
@@ -46,10 +47,10 @@ def plan_roles(model: torch.nn.Module, sites) -> list[tuple[torch.nn.Parameter, 
             for norm in (module.q_layernorm, module.k_layernorm):
                 mark(getattr(norm, "weight", None), "output")
                 mark(getattr(norm, "bias", None), "bias")
-        elif isinstance(module, MambaMixer):
+        elif isinstance(module, (MambaMixer, GatedDeltaNet)):
             # What is no scale: the convolution's bias, the time step's, the state's decay, the skip.
             for name, param in module.named_parameters():
-                if param.dim() == 1 and name in _MAMBA_STOCK:
+                if param.dim() == 1 and name in _STOCK_OF_MIXERS:
                     mark(param, "stock")
         elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)) or leaf_class(module):
             mark(module.bias, "bias")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
@@ -36,6 +37,8 @@ class NormSite:
     path: str
     norm: NormHandle
     asked_for: bool
+    tp_group: Any = None
+    """Sum the scale's gradient over this group, where ranks see different heads and Megatron does not."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_scalevec.config import ScaleVecConfig
+from megatron_scalevec.convert.delta import delta_sites, is_delta_net
 from megatron_scalevec.convert.latent import is_latent_attention, latent_attention_sites
 from megatron_scalevec.convert.mamba import MambaLayer, mamba_sites
 from megatron_scalevec.convert.site import (
@@ -59,12 +60,14 @@ def find_sites(model: LanguageModule, config: ScaleVecConfig) -> Iterator[NormSi
 
 def _layer_sites(
     path: str, layer: TransformerLayer, number: int, config: ScaleVecConfig
-) -> Iterator[LinearSite]:
+) -> Iterator[LinearSite | NormSite]:
     """Sites of one layer. Either half may be missing: in heterogeneous and in hybrid models."""
     if not isinstance(layer.cross_attention, IdentityOp):
         raise cannot(f"{path}.cross_attention", layer.cross_attention, "no cross-attention")
     if is_latent_attention(layer.self_attention):
         yield from latent_attention_sites(path, layer, number, config)
+    elif is_delta_net(layer.self_attention):
+        yield from delta_sites(path, layer, number, config)
     elif not isinstance(layer.self_attention, IdentityOp):
         yield from _attention_sites(path, layer, number, config)
     if not isinstance(layer.mlp, IdentityOp):

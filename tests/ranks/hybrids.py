@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 
 import torch
@@ -12,6 +14,14 @@ from ranks.models import SIZES, settings_of
 __all__ = ["BUILDERS", "MAMBA", "build_heterogeneous", "build_hybrid", "local_stack_spec", "replace_kernels"]
 
 MAMBA = {"mamba_state_dim": 4, "mamba_head_dim": 8, "mamba_num_groups": 2}
+DELTA = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "deterministic_mode": True,  # Megatron's delta rule in plain torch
+}
 
 
 class _GatedNorm(torch.nn.Module):
@@ -69,7 +79,7 @@ _REARRANGED = {
 
 def replace_kernels() -> None:
     """Put plain torch where Megatron expects CUDA kernels, einops and TransformerEngine's norm, for good."""
-    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+    from megatron.core.ssm import gated_delta_net, mamba_context_parallel, mamba_mixer
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     try:
@@ -77,6 +87,10 @@ def replace_kernels() -> None:
     except ImportError:  # up to 0.17
         from megatron.core.ssm import mamba_block as block
 
+    if hasattr(gated_delta_net, "common"):  # 0.19
+        gated_delta_net = gated_delta_net.common
+    gated_delta_net.HAVE_FLA = True
+    gated_delta_net.l2norm = lambda x, dim=-1, eps=1e-6: x * torch.rsqrt(x.square().sum(dim, True) + eps)
     mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_context_parallel.HAVE_EINOPS = True
     mamba_mixer.rearrange = lambda tensor, pattern: _REARRANGED[pattern](tensor)
     mamba_mixer.ExtendedRMSNorm = _GatedNorm
@@ -88,6 +102,7 @@ def local_stack_spec(normalization: str = "RMSNorm"):
     """A hybrid stack of local layers; Megatron has one of TransformerEngine's only."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
@@ -117,12 +132,22 @@ def local_stack_spec(normalization: str = "RMSNorm"):
         mixer=ModuleSpec(module=MambaMixer, submodules=mixer),
         mamba_bda=get_bias_dropout_add,
     )
+    more = {}
+    if "gdn_layer" in {field.name for field in dataclasses.fields(HybridStackSubmodules)}:
+        inner = GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+        )
+        delta = dataclasses.replace(
+            attention, self_attention=ModuleSpec(module=GatedDeltaNet, submodules=inner)
+        )
+        more["gdn_layer"] = ModuleSpec(module=TransformerLayer, submodules=delta)
     return ModuleSpec(
         module=HybridStack,
         submodules=HybridStackSubmodules(
             mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+            **more,
         ),
     )
 
@@ -132,7 +157,8 @@ def build_hybrid(pattern: str = "M*-M-", dtype: torch.dtype = torch.float64, **o
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     replace_kernels()
-    settings = {**settings_of("llama", dtype), **MAMBA, "num_layers": len(pattern), **overrides}
+    kernels = {**MAMBA, **(DELTA if "G" in pattern else {})}
+    settings = {**settings_of("llama", dtype), **kernels, "num_layers": len(pattern), **overrides}
     config = TransformerConfig(**settings)
     given = {
         "config": config,
@@ -148,7 +174,17 @@ def build_hybrid(pattern: str = "M*-M-", dtype: torch.dtype = torch.float64, **o
         model = MambaModel(mamba_stack_spec=local_stack_spec(), hybrid_override_pattern=pattern, **given)
     else:
         model = HybridModel(hybrid_stack_spec=local_stack_spec(), hybrid_layer_pattern=pattern, **given)
+    for module in model.modules():
+        if type(module).__name__ == "GatedDeltaNet":
+            _say_how_blocks_are_shared(module)
     return model.to(dtype)
+
+
+def _say_how_blocks_are_shared(mixer) -> None:
+    """As Megatron does for Mamba: ranks hold a share of each block, which start values by name follow."""
+    qk, v, heads = mixer.qk_dim_local_tp, mixer.v_dim_local_tp, mixer.num_value_heads // mixer.tp_size
+    mixer.in_proj.weight.partition_sizes = [qk, qk, v, v, heads, heads]
+    mixer.conv1d.weight.partition_sizes = [qk, qk, v]
 
 
 _BLOCKS = (
@@ -191,5 +227,9 @@ def build_heterogeneous(dtype: torch.dtype = torch.float64, replaced: bool = Fal
     return model.to(dtype)
 
 
-BUILDERS = {"hybrid": build_hybrid, "heterogeneous": build_heterogeneous}
+BUILDERS = {
+    "hybrid": build_hybrid,
+    "delta": functools.partial(build_hybrid, "G-*-"),
+    "heterogeneous": build_heterogeneous,
+}
 """Kinds of models beside those of ``ranks.models.build_gpt``."""
