@@ -161,6 +161,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "use a pattern of M, G, *, + and -",
     ),
     Refusal(
+        "hybrid-mtp",
+        lambda args, _: (
+            "/" in _hybrid_pattern(args)
+            or (bool(_hybrid_pattern(args)) and bool(getattr(args, "mtp_num_layers", None)))
+        ),
+        "multi-token prediction in a hybrid model is not proven with scale vectors",
+        "drop it from the pattern (what follows the first /)",
+    ),
+    Refusal(
         "experimental-attention",
         _given("experimental_attention_variant"),
         "--experimental-attention-variant {experimental_attention_variant} has rows of a kind this version "

@@ -34,7 +34,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["hybrid", "delta", "heterogeneous"])
+@pytest.mark.parametrize("kind", ["hybrid", "delta", "latent hybrid", "heterogeneous"])
 def test_gradients_are_the_serial_ones(ranks, kind, layout):
     for strategy in ("unified", "iwd"):
         config = {"strategy": strategy}
@@ -85,6 +85,18 @@ DELTA = {
         "head logits in": 1,
     },
 }
+# M+-: latent attention has two down- and two up-projections, behind three norms.
+LATENT = {
+    "linears": 2 + 4 + 1,
+    "retired": 2 + 3 + 1,
+    "vectors": {
+        **{f"mamba {b} {side}": 1 for b in ("z", "x", "B", "C", "dt", "out") for side in ("in", "out")},
+        **{f"attention {b} {side}": 1 for b in ("q_down", "kv_down", "k_rope") for side in ("in", "out")},
+        **{f"latent {b} {side}": 1 for b in ("q_up", "k_up", "v_up") for side in ("in", "out")},
+        **{f"mlp {b} {side}": 1 for b in ("gate", "up") for side in ("in", "out")},
+        "head logits in": 1,
+    },
+}
 # Two layers with attention, two with an MLP.
 HETEROGENEOUS = {
     "linears": 2 + 2,
@@ -98,7 +110,13 @@ HETEROGENEOUS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "table"), [("hybrid", HYBRID), ("delta", DELTA), ("heterogeneous", HETEROGENEOUS)]
+    ("kind", "table"),
+    [
+        ("hybrid", HYBRID),
+        ("delta", DELTA),
+        ("latent hybrid", LATENT),
+        ("heterogeneous", HETEROGENEOUS),
+    ],
 )
 def test_the_audit_counts_what_the_table_says(ranks, kind, table):
     [record] = ranks.run("audit_record", config={"strategy": "dp"}, kind=kind)
@@ -124,7 +142,8 @@ def test_what_is_no_scale_in_a_mamba_layer_stays_as_megatron_has_it(ranks):
         ("mixer", r"layers\.0\.mixer is a .*Other.*MambaMixer"),
         ("ungated", "a mixer with its gated norm"),
         ("zero-centered", "which its gated norm does not"),
-        ("delta", r"layers\.1\.self_attention is a .*GatedDeltaNet"),
+        ("attention", r"layers\.1\.self_attention is a .*Other"),
+        ("experts", "has layers of kind E"),
     ],
 )
 def test_what_cannot_be_converted_is_left_as_it_was(ranks, case, message):
@@ -143,7 +162,7 @@ def test_models_of_other_kinds_are_stopped(ranks, kind):
     assert f"a {kind} was built" in said and "stopped before training" in said
 
 
-PATTERNS = {"serial": "M*-M-*", "tp2-sp": "M*-M-*", "pp2": "M*-|M-*"}
+PATTERNS = {"serial": "M*-G-*", "tp2-sp": "M*-G-*", "pp2": "M*-|G-*"}
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +195,7 @@ def test_twenty_iterations_of_the_training_loop(hybrid, layout):
     assert len(run["losses"]) == 20 and run["losses"][-1] < run["losses"][0]
     np.testing.assert_allclose(run["losses"], serial["losses"], rtol=1e-5)
     np.testing.assert_allclose(run["grad_norms"], serial["grad_norms"], rtol=1e-5)
-    assert run["audit"]["linears_converted"] == 2 * 2 + 2 + 2
+    assert run["audit"]["linears_converted"] == 2 + 1 + 2 + 2
     assert run["audit"]["vectors"] == serial["audit"]["vectors"]
 
 
@@ -188,6 +207,6 @@ def test_resume_at_another_layout(hybrid):
 
 @pytest.mark.needs_training
 def test_forgotten_mamba_layers_stop_the_run(ranks):
-    argv = tiny_gpt("hybrid", "--hybrid-layer-pattern", "M*-M-*", "--scalevec-strategy", "unified")
-    with pytest.raises(RankFailure, match="linears with scale vectors: 4 built, 8 expected"):
+    argv = tiny_gpt("hybrid", "--hybrid-layer-pattern", PATTERNS["serial"], "--scalevec-strategy", "unified")
+    with pytest.raises(RankFailure, match="linears with scale vectors: 5 built, 7 expected"):
         ranks.run("train", argv=argv, script="pretrain_hybrid.py", sabotage="mamba-forgotten")

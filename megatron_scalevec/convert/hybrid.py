@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron_scalevec.convert.maps import HYBRID_LAYERS
+from megatron_scalevec.convert.maps import HYBRID_LAYERS, HYBRID_PARTS
+from megatron_scalevec.errors import ScaleVecError
 
 try:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -23,23 +24,41 @@ MODELS = (GPTModel, HybridModel)
 
 
 def remember_layers(model: torch.nn.Module) -> None:
-    """Write what the model's layers are to be into its configuration, for the audit."""
-    if isinstance(model, HybridModel):
-        setattr(model.config, HYBRID_LAYERS, _symbols(model))
+    """Write what a hybrid model's layers are to be into its configuration, for the audit.
 
-
-def _symbols(model: torch.nn.Module) -> tuple[str, str]:
-    """Symbols of all layers of the decoder, and of those of one step of multi-token prediction."""
-    pattern = getattr(model, "hybrid_layer_pattern", None)
-    if pattern is None:  # 0.16: a pattern without separators, or ratios
-        from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
-
-        layers = allocate_layers(
-            model.config.num_layers,
-            model.hybrid_attention_ratio,
-            model.hybrid_mlp_ratio,
-            model.hybrid_override_pattern,
+    Raises:
+        ScaleVecError: The model has layers of a kind without scale vectors, or multi-token prediction.
+    """
+    if not isinstance(model, HybridModel):
+        return
+    symbols = _symbols(model)
+    unknown = sorted(set(symbols) - set(HYBRID_PARTS))
+    if unknown:
+        raise ScaleVecError(
+            f"the hybrid pattern {symbols} has layers of kind {', '.join(unknown)}, and this version builds "
+            f"scale vectors on {', '.join(HYBRID_PARTS)} alone; nothing was changed. Run without "
+            "--scalevec-strategy, or with a pattern of those."
         )
-        return "".join(layers), ""
-    decoder, *mtp = pattern.split("/")
-    return decoder.replace("|", ""), mtp[0] if mtp else ""
+    if getattr(model, "mtp", None) is not None:
+        raise ScaleVecError(
+            "multi-token prediction in a hybrid model is not proven with scale vectors; nothing was changed. "
+            "Drop it from the pattern (what follows the first /), or run without --scalevec-strategy."
+        )
+    setattr(model.config, HYBRID_LAYERS, symbols)
+
+
+def _symbols(model: torch.nn.Module) -> str:
+    """One symbol for each layer of the decoder, over all pipeline stages."""
+    pattern = getattr(model, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        return pattern.split("/")[0].replace("|", "")
+    # 0.16: a pattern without separators, or ratios.
+    from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
+
+    layers = allocate_layers(
+        model.config.num_layers,
+        model.hybrid_attention_ratio,
+        model.hybrid_mlp_ratio,
+        model.hybrid_override_pattern,
+    )
+    return "".join(layers)

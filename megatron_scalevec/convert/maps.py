@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["HYBRID_LAYERS", "Map", "layer_parts", "maps_of", "parts_of_mtp"]
+__all__ = ["HYBRID_LAYERS", "HYBRID_PARTS", "Map", "layer_parts", "maps_of", "parts_of_mtp"]
 
 HYBRID_LAYERS = "scalevec_hybrid_layers"
-"""Attribute of the configuration of a hybrid model: symbols of the decoder's layers, and of those inside of
-multi-token prediction."""
+"""Attribute of the configuration of a hybrid model: one symbol for each of the decoder's layers."""
 
-_PARTS_OF_SYMBOLS = {
+HYBRID_PARTS = {
     "*": ("attention",),
     "+": ("latent attention",),
     "-": ("mlp",),
     "M": ("mamba",),
     "G": ("delta net",),
 }
+"""Megatron's symbols of the layers that carry scale vectors, and the parts of such a layer."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def layer_parts(model_config: Any) -> list[tuple[str, ...]]:
     """The parts (keys of :func:`maps_of`) of every layer of the decoder."""
     hybrid = getattr(model_config, HYBRID_LAYERS, None)
     if hybrid is not None:
-        return [_PARTS_OF_SYMBOLS[symbol] for symbol in hybrid[0]]
+        return [HYBRID_PARTS[symbol] for symbol in hybrid]
     blocks = getattr(model_config, "per_block_parameters", None)
     if blocks is not None:  # heterogeneous layers
         return [
@@ -58,10 +58,7 @@ def layer_parts(model_config: Any) -> list[tuple[str, ...]]:
 
 
 def parts_of_mtp(model_config: Any) -> tuple[str, ...]:
-    """The parts inside of one step of multi-token prediction: of a GPT, those of the decoder's last layer."""
-    hybrid = getattr(model_config, HYBRID_LAYERS, None)
-    if hybrid is not None:
-        return tuple(part for symbol in hybrid[1] for part in _PARTS_OF_SYMBOLS[symbol])
+    """The parts of a layer inside multi-token prediction, which is as the decoder's last one."""
     return layer_parts(model_config)[-1]
 
 

@@ -37,8 +37,10 @@ _MODELS = {
         --qk-pos-emb-head-dim 6 --v-head-dim 4 --qk-layernorm --rope-type rope --mtp-num-layers 1 --swiglu
         --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
         --untie-embeddings-and-output-weights""".split(),
-    # Attention, MLP and Mamba layers; the pattern comes with the layout.
+    # Attention, MLP, Mamba layers and gated delta nets; the pattern comes with the layout.
     "hybrid": """--spec ranks.own_specs hybrid --mamba-state-dim 4 --mamba-head-dim 8 --mamba-num-groups 2
+        --linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 6
+        --linear-num-key-heads 2 --linear-num-value-heads 4
         --group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear
         --position-embedding-type rope --untie-embeddings-and-output-weights""".split(),
 }

@@ -20,7 +20,6 @@ DELTA = {
     "linear_value_head_dim": 6,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "deterministic_mode": True,  # Megatron's delta rule in plain torch
 }
 
 
@@ -49,14 +48,19 @@ class _GatedNorm(torch.nn.Module):
         )
 
 
+def _convolution(x, weight, bias, activation, **_):
+    """Causal, channel by channel, of [batch, length, channels], with SiLU behind; no final state."""
+    padded = F.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
+    return F.silu(F.conv1d(padded, weight[:, None], bias, groups=weight.shape[0]).transpose(1, 2)), None
+
+
 def _scan(zxbcdt, weight, bias, dt_bias, a, D, headdim, ngroups, **_):
     """Convolution, selective scan and gate of [batch, length, channels], position by position."""
     heads = dt_bias.shape[0]
     inner = heads * headdim
     state = (zxbcdt.shape[-1] - 2 * inner - heads) // (2 * ngroups)
     z, xbc, dt = zxbcdt.split([inner, inner + 2 * ngroups * state, heads], -1)
-    padded = F.pad(xbc.transpose(1, 2), (weight.shape[1] - 1, 0))
-    xbc = F.silu(F.conv1d(padded, weight[:, None], bias, groups=weight.shape[0]).transpose(1, 2))
+    xbc, _ = _convolution(xbc, weight, bias, "silu")
     x, b, c = xbc.split([inner, ngroups * state, ngroups * state], -1)
     x = x.unflatten(-1, (heads, headdim))
     b, c = (t.unflatten(-1, (ngroups, state)).repeat_interleave(heads // ngroups, -2) for t in (b, c))
@@ -87,10 +91,15 @@ def replace_kernels() -> None:
     except ImportError:  # up to 0.17
         from megatron.core.ssm import mamba_block as block
 
+    owners = [gated_delta_net]
     if hasattr(gated_delta_net, "common"):  # 0.19
-        gated_delta_net = gated_delta_net.common
-    gated_delta_net.HAVE_FLA = True
-    gated_delta_net.l2norm = lambda x, dim=-1, eps=1e-6: x * torch.rsqrt(x.square().sum(dim, True) + eps)
+        owners = [gated_delta_net.common, gated_delta_net.gdn]
+    for owner in owners:
+        owner.HAVE_FLA = True
+        owner.l2norm = lambda x, dim=-1, eps=1e-6: x * torch.rsqrt(x.square().sum(dim, True) + eps)
+        owner.causal_conv1d = _convolution
+        # Megatron's own for deterministic runs.
+        owner.chunk_gated_delta_rule = owners[0].torch_chunk_gated_delta_rule
     mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_context_parallel.HAVE_EINOPS = True
     mamba_mixer.rearrange = lambda tensor, pattern: _REARRANGED[pattern](tensor)
     mamba_mixer.ExtendedRMSNorm = _GatedNorm
@@ -133,7 +142,14 @@ def local_stack_spec(normalization: str = "RMSNorm"):
         mamba_bda=get_bias_dropout_add,
     )
     more = {}
-    if "gdn_layer" in {field.name for field in dataclasses.fields(HybridStackSubmodules)}:
+    known = {field.name for field in dataclasses.fields(HybridStackSubmodules)}
+    if "mla_layer" in known:
+        whole = get_gpt_layer_local_spec(
+            qk_layernorm=True, multi_latent_attention=True, normalization=normalization
+        ).submodules
+        latent = dataclasses.replace(attention, self_attention=whole.self_attention)
+        more["mla_layer"] = ModuleSpec(module=TransformerLayer, submodules=latent)
+    if "gdn_layer" in known:
         inner = GatedDeltaNetSubmodules(
             in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
         )
@@ -154,12 +170,18 @@ def local_stack_spec(normalization: str = "RMSNorm"):
 
 def build_hybrid(pattern: str = "M*-M-", dtype: torch.dtype = torch.float64, **overrides):
     """A hybrid model of local layers; ``overrides`` go into the TransformerConfig."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     replace_kernels()
+    latent = "+" in pattern
     kernels = {**MAMBA, **(DELTA if "G" in pattern else {})}
-    settings = {**settings_of("llama", dtype), **kernels, "num_layers": len(pattern), **overrides}
-    config = TransformerConfig(**settings)
+    settings = {
+        **settings_of("mla" if latent else "llama", dtype),
+        **kernels,
+        "num_layers": len(pattern),
+        **overrides,
+    }
+    config = (MLATransformerConfig if latent else TransformerConfig)(**settings)
     given = {
         "config": config,
         "vocab_size": SIZES["vocabulary"],
@@ -230,6 +252,7 @@ def build_heterogeneous(dtype: torch.dtype = torch.float64, replaced: bool = Fal
 BUILDERS = {
     "hybrid": build_hybrid,
     "delta": functools.partial(build_hybrid, "G-*-"),
+    "latent hybrid": functools.partial(build_hybrid, "M+-"),
     "heterogeneous": build_heterogeneous,
 }
 """Kinds of models beside those of ``ranks.models.build_gpt``."""

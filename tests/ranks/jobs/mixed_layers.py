@@ -113,9 +113,11 @@ def mixed_refused(case: str) -> dict[str, Any]:
             mixer.rmsnorm = False
         elif case == "zero-centered":
             model.config.layernorm_zero_centered_gamma = True
-        elif case == "delta":
+        elif case == "attention":
             attention = model.decoder.layers[1].self_attention
-            attention.__class__ = type("GatedDeltaNet", (torch.nn.Module,), {})
+            attention.__class__ = type("Other", (torch.nn.Module,), {})
+        elif case == "experts":
+            model.hybrid_layer_pattern = model.hybrid_override_pattern = "ME"
     state = _state(model)
     try:
         apply_scale_vectors(model, ScaleVecConfig(strategy="hg"))
