@@ -161,6 +161,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "use a pattern of M, G, *, + and -",
     ),
     Refusal(
+        "hybrid-before-0.18",
+        lambda args, _: bool(_hybrid_pattern(args)) or bool(getattr(args, "is_hybrid_model", False)),
+        "hybrid and Mamba models are not proven with scale vectors before megatron-core 0.18",
+        "use a newer megatron-core",
+        versions="<0.18",
+    ),
+    Refusal(
         "hybrid-mtp",
         lambda args, _: (
             "/" in _hybrid_pattern(args)

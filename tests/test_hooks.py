@@ -93,6 +93,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "linear-replacements": {"heterogeneous_layers_config_encoded_json": '{"replace_with_linear":true}'},
         "heterogeneous-mtp": {"heterogeneous_layers_config_encoded_json": "{}", "mtp_num_layers": 1},
         "hybrid-layer-kinds": {"hybrid_layer_pattern": "M*E"},
+        "hybrid-before-0.18": {"is_hybrid_model": True},
         "hybrid-mtp": {"hybrid_layer_pattern": "M*/M"},
         "experimental-attention": {"experimental_attention_variant": "dsa"},
         "legacy-models": {"use_legacy_models": True},
@@ -129,7 +130,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         refuse_unsupported(accepted, hg, Version("0.19.2"))
     for refusal in REFUSALS:
         args = SimpleNamespace(**{**fine, **triggers[refusal.name]})
-        version = Version("0.18.2" if refusal.versions else "0.19.2")
+        version = Version("0.17.1" if refusal.versions else "0.19.2")
         refuse_unsupported(args, ScaleVecConfig(), version)
         with pytest.raises(ScaleVecError) as caught:
             refuse_unsupported(args, configs.get(refusal.name, hg), version)

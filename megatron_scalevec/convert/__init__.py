@@ -16,7 +16,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert.branches import branches_at, refuse_unknown_branches
-from megatron_scalevec.convert.hybrid import MODELS, remember_layers
+from megatron_scalevec.convert.hybrid import is_supported, remember_layers
 from megatron_scalevec.convert.latent import complete_rope_keys
 from megatron_scalevec.convert.roles import parameter_roles, plan_roles
 from megatron_scalevec.convert.site import LinearSite, NormSite
@@ -56,7 +56,7 @@ def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
     model computes the same function afterwards, except where a norm comes between (dual-norm).
 
     Args:
-        model: A ``GPTModel`` or ``HybridModel`` (``MambaModel``), its layers of the local or the
+        model: A ``GPTModel`` or, from 0.18 on, ``HybridModel``, its layers of the local or the
             TransformerEngine implementation.
         config: The strategy. ``stock`` changes nothing.
 
@@ -65,10 +65,11 @@ def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
     """
     if not config.active:
         return
-    if not isinstance(model, MODELS):
+    if not is_supported(model):
         raise ScaleVecError(
             f"scale vectors were asked for on a {type(model).__name__}; this version builds them on "
-            "GPTModel and on hybrid models, before it is wrapped for mixed precision or data parallelism."
+            "GPTModel and on hybrid models of megatron-core 0.18 and later, before they are wrapped for mixed "
+            "precision or data parallelism."
         )
     known = applied_config(model)
     if known is not None:

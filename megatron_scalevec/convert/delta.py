@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert.site import LinearSite, NormSite, norm_handle, require_linear
 from megatron_scalevec.fold import RowMap, interleaved_row_map, joined_row_map
+from megatron_scalevec.layers.common import is_exactly
 from megatron_scalevec.layers.linear import leaf_class, sharding_of, unsharded_sizes
 
 __all__ = ["delta_sites", "is_delta_net"]
@@ -24,7 +24,7 @@ __all__ = ["delta_sites", "is_delta_net"]
 
 def is_delta_net(module: torch.nn.Module) -> bool:
     """Whether a module is a gated delta net of the kind whose rows are known."""
-    return type(module) is GatedDeltaNet
+    return is_exactly(module, "megatron.core.ssm.gated_delta_net", "GatedDeltaNet")
 
 
 def delta_sites(

@@ -1,10 +1,12 @@
 """Hybrid models: layers of several kinds, in an order that a string of symbols gives.
 
-``HybridModel`` (0.18 and later) and the ``MambaModel`` of earlier versions. Their layers are halves of a
-GPT's layer (attention or MLP alone) and Mamba layers.
+``HybridModel`` and its subclass ``MambaModel``, from 0.18 on. Their layers are halves of a GPT's layer
+(attention or MLP alone), Mamba layers and gated delta nets.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -12,15 +14,18 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron_scalevec.convert.maps import HYBRID_LAYERS, HYBRID_PARTS
 from megatron_scalevec.errors import ScaleVecError
 
-try:
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-except ModuleNotFoundError:  # up to 0.17
-    from megatron.core.models.mamba.mamba_model import MambaModel as HybridModel
+__all__ = ["is_supported", "remember_layers"]
 
-__all__ = ["MODELS", "HybridModel", "remember_layers"]
 
-MODELS = (GPTModel, HybridModel)
-"""The models that scale vectors are built on."""
+def _is_hybrid(model: torch.nn.Module) -> bool:
+    # Not imported here: not every version has it.
+    home = sys.modules.get("megatron.core.models.hybrid.hybrid_model")
+    return home is not None and isinstance(model, home.HybridModel)
+
+
+def is_supported(model: torch.nn.Module) -> bool:
+    """Whether scale vectors are built on models of this class."""
+    return isinstance(model, GPTModel) or _is_hybrid(model)
 
 
 def remember_layers(model: torch.nn.Module) -> None:
@@ -29,7 +34,7 @@ def remember_layers(model: torch.nn.Module) -> None:
     Raises:
         ScaleVecError: The model has layers of a kind without scale vectors, or multi-token prediction.
     """
-    if not isinstance(model, HybridModel):
+    if not _is_hybrid(model):
         return
     symbols = _symbols(model)
     unknown = sorted(set(symbols) - set(HYBRID_PARTS))
@@ -49,16 +54,4 @@ def remember_layers(model: torch.nn.Module) -> None:
 
 def _symbols(model: torch.nn.Module) -> str:
     """One symbol for each layer of the decoder, over all pipeline stages."""
-    pattern = getattr(model, "hybrid_layer_pattern", None)
-    if pattern is not None:
-        return pattern.split("/")[0].replace("|", "")
-    # 0.16: a pattern without separators, or ratios.
-    from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
-
-    layers = allocate_layers(
-        model.config.num_layers,
-        model.hybrid_attention_ratio,
-        model.hybrid_mlp_ratio,
-        model.hybrid_override_pattern,
-    )
-    return "".join(layers)
+    return model.hybrid_layer_pattern.split("/")[0].replace("|", "")

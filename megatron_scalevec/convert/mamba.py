@@ -9,26 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.ssm.mamba_layer import MambaLayer
-from megatron.core.ssm.mamba_mixer import MambaMixer
+import torch
 
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert.site import LinearSite, cannot, norm_handle, require_linear
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.fold import RowMap, interleaved_row_map, joined_row_map, whole_row_map
+from megatron_scalevec.layers.common import is_exactly
 from megatron_scalevec.layers.linear import sharding_of, unsharded_sizes
 
-__all__ = ["MambaLayer", "MambaMixer", "mamba_sites"]
+__all__ = ["is_mamba_layer", "is_mamba_mixer", "mamba_sites"]
 
 
-def mamba_sites(path: str, layer: MambaLayer, number: int, config: ScaleVecConfig) -> Iterator[LinearSite]:
+def is_mamba_layer(module: torch.nn.Module) -> bool:
+    """Whether a module is Megatron's Mamba layer."""
+    return is_exactly(module, "megatron.core.ssm.mamba_layer", "MambaLayer")
+
+
+def is_mamba_mixer(module: torch.nn.Module) -> bool:
+    """Whether a module is the mixer whose rows are known."""
+    return is_exactly(module, "megatron.core.ssm.mamba_mixer", "MambaMixer")
+
+
+def mamba_sites(
+    path: str, layer: torch.nn.Module, number: int, config: ScaleVecConfig
+) -> Iterator[LinearSite]:
     """Sites of a layer.
 
     Raises:
         ScaleVecError: Its mixer is of an unknown kind, has no gated norm, or the model stores γ − 1.
     """
     mixer = layer.mixer
-    if type(mixer) is not MambaMixer:
+    if not is_mamba_mixer(mixer):
         raise cannot(f"{path}.mixer", mixer, "megatron.core's MambaMixer")
     if not mixer.rmsnorm:
         raise cannot(f"{path}.mixer", mixer, "a mixer with its gated norm (rmsnorm)")

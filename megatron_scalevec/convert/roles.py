@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import Attention, SelfAttention
 
-from megatron_scalevec.convert.mamba import MambaMixer
+from megatron_scalevec.convert.delta import is_delta_net
+from megatron_scalevec.convert.mamba import is_mamba_mixer
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.layers.linear import leaf_class
 from megatron_scalevec.vectors import role_of
@@ -47,7 +47,7 @@ def plan_roles(model: torch.nn.Module, sites) -> list[tuple[torch.nn.Parameter, 
             for norm in (module.q_layernorm, module.k_layernorm):
                 mark(getattr(norm, "weight", None), "output")
                 mark(getattr(norm, "bias", None), "bias")
-        elif isinstance(module, (MambaMixer, GatedDeltaNet)):
+        elif is_mamba_mixer(module) or is_delta_net(module):
             # What is no scale: the convolution's bias, the time step's, the state's decay, the skip.
             for name, param in module.named_parameters():
                 if param.dim() == 1 and name in _STOCK_OF_MIXERS:

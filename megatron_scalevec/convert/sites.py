@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert.delta import delta_sites, is_delta_net
 from megatron_scalevec.convert.latent import is_latent_attention, latent_attention_sites
-from megatron_scalevec.convert.mamba import MambaLayer, mamba_sites
+from megatron_scalevec.convert.mamba import is_mamba_layer, mamba_sites
 from megatron_scalevec.convert.site import (
     LinearSite,
     NormSite,
@@ -48,7 +48,7 @@ def find_sites(model: LanguageModule, config: ScaleVecConfig) -> Iterator[NormSi
             if offset and number > offset:  # some versions have added the offset themselves
                 offset = 0
             yield from _layer_sites(path, module, number + offset, config)
-        elif isinstance(module, MambaLayer):
+        elif is_mamba_layer(module):
             offset = model.config.num_layers if id(module) in of_mtp else 0
             yield from mamba_sites(path, module, module.layer_number + offset, config)
     name, norm = final_norm_of(model.decoder)

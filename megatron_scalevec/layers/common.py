@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 import torch
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
-__all__ = ["is_transformer_engine", "mixed_class", "sum_gradient_over_tensor_parallel"]
+__all__ = ["is_exactly", "is_transformer_engine", "mixed_class", "sum_gradient_over_tensor_parallel"]
 
 
 def sum_gradient_over_tensor_parallel(vectors: torch.Tensor, group) -> torch.Tensor:
@@ -26,6 +27,15 @@ def is_transformer_engine(module: torch.nn.Module | type) -> bool:
     return any(base.__module__.startswith("transformer_engine.") for base in cls.__mro__)
 
 
+def is_exactly(module: torch.nn.Module, home: str, name: str) -> bool:
+    """Whether a module's class is ``name`` of Megatron's module ``home``. Imports nothing.
+
+    Some of Megatron's modules cannot be imported without Triton. Where one of their classes is at hand, they
+    have been.
+    """
+    return type(module) is getattr(sys.modules.get(home), name, None)
+
+
 @functools.cache
 def mixed_class(mixin: type, base: type) -> type:
     """The subclass of ``base`` with ``mixin`` in front, one per pair, importable by name for pickling."""
@@ -33,7 +43,5 @@ def mixed_class(mixin: type, base: type) -> type:
     name = f"ScaleVec{'TE' if is_transformer_engine(base) else ''}{base.__name__}"
     made = type(name, (mixin, base), {"__module__": mixin.__module__, "__qualname__": name})
     # Pickle and copy.deepcopy look classes up where they say they live.
-    import sys
-
     setattr(sys.modules[mixin.__module__], name, made)
     return made

@@ -83,13 +83,9 @@ _REARRANGED = {
 
 def replace_kernels() -> None:
     """Put plain torch where Megatron expects CUDA kernels, einops and TransformerEngine's norm, for good."""
+    from megatron.core.models.hybrid import hybrid_block
     from megatron.core.ssm import gated_delta_net, mamba_context_parallel, mamba_mixer
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    try:
-        from megatron.core.models.hybrid import hybrid_block as block
-    except ImportError:  # up to 0.17
-        from megatron.core.ssm import mamba_block as block
 
     owners = [gated_delta_net]
     if hasattr(gated_delta_net, "common"):  # 0.19
@@ -104,13 +100,14 @@ def replace_kernels() -> None:
     mamba_mixer.rearrange = lambda tensor, pattern: _REARRANGED[pattern](tensor)
     mamba_mixer.ExtendedRMSNorm = _GatedNorm
     mamba_mixer.mamba_split_conv1d_scan_combined = _scan
-    block.TENorm = WrappedTorchNorm
+    hybrid_block.TENorm = WrappedTorchNorm
 
 
 def local_stack_spec(normalization: str = "RMSNorm"):
     """A hybrid stack of local layers; Megatron has one of TransformerEngine's only."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -119,12 +116,6 @@ def local_stack_spec(normalization: str = "RMSNorm"):
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-    try:
-        from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    except ImportError:  # up to 0.17
-        from megatron.core.ssm.mamba_block import MambaStack as HybridStack
-        from megatron.core.ssm.mamba_block import MambaStackSubmodules as HybridStackSubmodules
 
     whole = get_gpt_layer_local_spec(normalization=normalization).submodules
     attention = TransformerLayerSubmodules(
@@ -170,6 +161,7 @@ def local_stack_spec(normalization: str = "RMSNorm"):
 
 def build_hybrid(pattern: str = "M*-M-", dtype: torch.dtype = torch.float64, **overrides):
     """A hybrid model of local layers; ``overrides`` go into the TransformerConfig."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     replace_kernels()
@@ -188,14 +180,7 @@ def build_hybrid(pattern: str = "M*-M-", dtype: torch.dtype = torch.float64, **o
         "max_sequence_length": SIZES["sequence"],
         "parallel_output": False,
     }
-    try:
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-    except ModuleNotFoundError:  # up to 0.17
-        from megatron.core.models.mamba.mamba_model import MambaModel
-
-        model = MambaModel(mamba_stack_spec=local_stack_spec(), hybrid_override_pattern=pattern, **given)
-    else:
-        model = HybridModel(hybrid_stack_spec=local_stack_spec(), hybrid_layer_pattern=pattern, **given)
+    model = HybridModel(hybrid_stack_spec=local_stack_spec(), hybrid_layer_pattern=pattern, **given)
     for module in model.modules():
         if type(module).__name__ == "GatedDeltaNet":
             _say_how_blocks_are_shared(module)
