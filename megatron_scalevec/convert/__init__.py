@@ -68,7 +68,7 @@ def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
     if not is_supported(model):
         raise ScaleVecError(
             f"scale vectors were asked for on a {type(model).__name__}; this version builds them on "
-            "GPTModel and on hybrid models of megatron-core 0.18 and later, before they are wrapped for mixed "
+            "GPTModel and on hybrid models of megatron-core 0.18 and later, before it is wrapped for mixed "
             "precision or data parallelism."
         )
     known = applied_config(model)
