@@ -181,17 +181,7 @@ def build_hybrid(pattern: str = "M*-M-", dtype: torch.dtype = torch.float64, **o
         "parallel_output": False,
     }
     model = HybridModel(hybrid_stack_spec=local_stack_spec(), hybrid_layer_pattern=pattern, **given)
-    for module in model.modules():
-        if type(module).__name__ == "GatedDeltaNet":
-            _say_how_blocks_are_shared(module)
     return model.to(dtype)
-
-
-def _say_how_blocks_are_shared(mixer) -> None:
-    """As Megatron does for Mamba: ranks hold a share of each block, which start values by name follow."""
-    qk, v, heads = mixer.qk_dim_local_tp, mixer.v_dim_local_tp, mixer.num_value_heads // mixer.tp_size
-    mixer.in_proj.weight.partition_sizes = [qk, qk, v, v, heads, heads]
-    mixer.conv1d.weight.partition_sizes = [qk, qk, v]
 
 
 _BLOCKS = (

@@ -21,6 +21,9 @@ def fill_by_name(model: torch.nn.Module, tp_rank: int, tp_size: int) -> None:
         for name, module in model.named_modules()
         if hasattr(module, "layer_number") and re.search(r"layers\.\d+$", name)
     }
+    for module in model.modules():
+        if type(module).__name__ == "GatedDeltaNet":
+            _say_how_blocks_are_shared(module)
     for name, param in model.named_parameters():
         if param.requires_grad:
             key = name
@@ -31,6 +34,13 @@ def fill_by_name(model: torch.nn.Module, tp_rank: int, tp_size: int) -> None:
                 key = "embedding.word_embeddings.weight"
             with torch.no_grad():
                 param.copy_(_value(key, param, tp_rank, tp_size))
+
+
+def _say_how_blocks_are_shared(mixer: torch.nn.Module) -> None:
+    """As Megatron does for Mamba: each rank holds a share of each block of a weight's rows."""
+    qk, v, heads = mixer.qk_dim_local_tp, mixer.v_dim_local_tp, mixer.num_value_heads // mixer.tp_size
+    mixer.in_proj.weight.partition_sizes = [qk, qk, v, v, heads, heads]
+    mixer.conv1d.weight.partition_sizes = [qk, qk, v]
 
 
 def _value(key: str, param: torch.nn.Parameter, tp_rank: int, tp_size: int) -> torch.Tensor:
