@@ -66,15 +66,21 @@ EXECUTIONS = {
     "optimizer": "the live weight is W ⊙ (γ_out γ_inᵀ); W is the optimizer's fp32 master",
 }
 SITES = {
-    "attention": "the pre-attention norm and the maps q, k, v that it feeds",
+    "attention": "the pre-attention norm and the maps q, k, v that it feeds, or the down-projections of "
+    "latent attention",
+    "latent": "the norms on the compressed latents of latent attention, and the up-projections",
     "mlp": "the pre-MLP norm and the maps gate, up that it feeds; with experts also the router",
+    "mamba": "the norm before a Mamba layer's in-projection, and the gated norm before its out-projection",
+    "delta": "the norm before a gated delta net's in-projection, and the norm over heads before its "
+    "out-projection",
     "mtp": "the norms of the multi-token-prediction block itself",
     "head": "the final norm, which feeds the output head",
     "projections": "the maps o and down (of experts as well), which no norm feeds; only when named",
 }
-DEFAULT_SITES = ("attention", "mlp", "mtp", "head")
+DEFAULT_SITES = ("attention", "latent", "mlp", "mamba", "delta", "mtp", "head")
 BRANCH_NAMES = {
-    "attention": ("q", "k", "v", "output_gate"),
+    "attention": ("q", "output_gate", "k", "v", "q_down", "kv_down", "k_rope"),
+    "latent": ("q_up", "k_up", "v_up"),
     "mlp": (
         "gate",
         "up",
@@ -85,6 +91,8 @@ BRANCH_NAMES = {
         "shared_up",
         "shared_expert_gate",
     ),
+    "mamba": ("z", "x", "B", "C", "dt", "out"),
+    "delta": ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a"),
     "projections": ("o", "down", "expert_down", "shared_down"),
 }
 V_NORM_CLASSES = {

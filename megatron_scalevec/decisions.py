@@ -18,7 +18,9 @@ SHARED = "shared"
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """Branches by what they get. ``retires_norm``: γ of the norm before the linear is fixed at one."""
+    """Branches by what they get. ``retires_norm``: γ of the norm before the linear is fixed at one, and what
+    takes its place is on the linear; otherwise γ stays at the norm (in a form that :func:`norm_keeps_scale`
+    decides)."""
 
     retires_norm: bool
     in_branches: tuple[str, ...]
@@ -38,6 +40,8 @@ def plan_linear(
     fed_by_norm: bool,
     zero_centered: bool,
     has_heads: bool,
+    norm_feeds_others: bool = False,
+    norm_fits: bool = True,
 ) -> LinearPlan:
     """The plan for a linear at a site that was asked for.
 
@@ -47,18 +51,22 @@ def plan_linear(
         fed_by_norm: Whether a norm feeds it.
         zero_centered: Whether the model's norms store γ − 1.
         has_heads: Whether q, k and v can be normalized per head behind it.
+        norm_feeds_others: Whether the norm feeds further linears, none of which could take over a scale that
+            all of them share.
+        norm_fits: Whether the norm's own parameter, as Megatron treats it, can be the scale of all branches.
     """
     on = tuple(branch for branch in branches if branch not in config.branches_off)
     retires, inputs = False, ()
+    shared = config.branches == "shared" and config.has_input_scales
     if not fed_by_norm:
         inputs = on if config.has_input_scales else ()
-    elif config.removes_norm_scale:
+    elif shared and norm_feeds_others:
+        pass
+    # Stored as γ − 1 it would decay toward one; on the linear it is γ itself.
+    elif config.removes_norm_scale or zero_centered or not norm_fits:
         retires = True
         if config.has_input_scales:
-            inputs = (SHARED,) if config.branches == "shared" else on
-    elif zero_centered:
-        # Stored as γ − 1 it would decay toward one; on the linear it is γ itself.
-        retires, inputs = True, (SHARED,)
+            inputs = (SHARED,) if shared else on
     outputs = on if config.has_output_scales else ()
     normalized = ()
     if config.placement == "dual-norm" and has_heads:

@@ -10,12 +10,21 @@ Shapes: ``weight`` [rows, hidden] is one tensor-parallel rank's block of rows, `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
 
-__all__ = ["RowMap", "fc1_row_map", "fold_weight", "qkv_row_map", "whole_row_map"]
+__all__ = [
+    "RowMap",
+    "fc1_row_map",
+    "fold_weight",
+    "interleaved_row_map",
+    "joined_row_map",
+    "qkv_row_map",
+    "whole_row_map",
+]
 
 
 @dataclass(frozen=True)
@@ -53,15 +62,41 @@ def qkv_row_map(
     blocks = {"q": queries, "k": head_dim, "v": head_dim}
     if output_gate:
         blocks = {"q": queries, "output_gate": queries, "k": head_dim, "v": head_dim}
-    sizes = tuple(size * num_query_groups for size in blocks.values())
+    return interleaved_row_map(num_query_groups, blocks, tp_rank=tp_rank, tp_size=tp_size)
+
+
+def interleaved_row_map(groups: int, blocks: dict[str, int], *, tp_rank: int, tp_size: int) -> RowMap:
+    """Rows that repeat a sequence of blocks ``groups`` times, in equal contiguous chunks on the ranks.
+
+    Args:
+        groups: Heads, or query groups; one for blocks that stand one after the other.
+        blocks: Branch to its rows in one group, in their order.
+    """
+    sizes = tuple(size * groups for size in blocks.values())
     group = [index for index, rows in enumerate(blocks.values()) for _ in range(rows)]
-    branch = torch.tensor(group, device="cpu").repeat(num_query_groups)
+    branch = torch.tensor(group, device="cpu").repeat(groups)
     slot = torch.empty_like(branch)
     start = 0
     for i, size in enumerate(sizes):
         slot[branch == i] = start + _range(size)
         start += size
     return RowMap(tuple(blocks), sizes, *_cut(branch, slot, tp_rank, tp_size))
+
+
+def joined_row_map(maps: Sequence[RowMap]) -> RowMap:
+    """Rows of several maps, each rank holding its share of the first, then its share of the second."""
+    branch, slot, branches, channels = [], [], 0, 0
+    for rows in maps:
+        branch.append(rows.branch_of_row + branches)
+        slot.append(rows.slot_of_row + channels)
+        branches += len(rows.branches)
+        channels += sum(rows.sizes)
+    return RowMap(
+        tuple(name for rows in maps for name in rows.branches),
+        tuple(size for rows in maps for size in rows.sizes),
+        torch.cat(branch),
+        torch.cat(slot),
+    )
 
 
 def _range(size: int, start: int = 0) -> torch.Tensor:
@@ -81,16 +116,11 @@ def fc1_row_map(*, ffn_hidden_size: int, gated: bool, tp_rank: int, tp_size: int
     A gated MLP keeps, on every tensor-parallel rank, that rank's share of the gate rows followed by its
     share of the up rows. A plain MLP has the one branch ``up``.
     """
-    if not gated:
-        slot = _range(ffn_hidden_size)
-        return RowMap(("up",), (ffn_hidden_size,), *_cut(torch.zeros_like(slot), slot, tp_rank, tp_size))
-    share = ffn_hidden_size // tp_size
-    own = _range(share, tp_rank * share)
-    return RowMap(
-        ("gate", "up"),
-        (ffn_hidden_size, ffn_hidden_size),
-        torch.cat([torch.zeros_like(own), torch.ones_like(own)]),
-        torch.cat([own, ffn_hidden_size + own]),
+    return joined_row_map(
+        [
+            interleaved_row_map(1, {branch: ffn_hidden_size}, tp_rank=tp_rank, tp_size=tp_size)
+            for branch in (("gate", "up") if gated else ("up",))
+        ]
     )
 
 

@@ -7,6 +7,8 @@ model.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +65,24 @@ def _tensor_parallel(args: Any) -> int:
 
 def _expert_tensor_parallel(args: Any) -> int:
     return int(getattr(args, "expert_tensor_parallel_size", None) or _tensor_parallel(args))
+
+
+def _heterogeneous_text(args: Any) -> str:
+    """The description of heterogeneous layers, empty without one. A file is read as it lies there now."""
+    text = getattr(args, "heterogeneous_layers_config_encoded_json", None)
+    path = getattr(args, "heterogeneous_layers_config_path", None)
+    if not text and path and os.path.isfile(path):
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    try:
+        return json.dumps(json.loads(text)) if text else ""
+    except json.JSONDecodeError:  # Megatron will say so
+        return ""
+
+
+def _hybrid_pattern(args: Any) -> str:
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
+    return "".join(getattr(args, name, None) or "" for name in names)
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -179,16 +199,71 @@ REFUSALS: tuple[Refusal, ...] = (
         versions="<0.19",
     ),
     Refusal(
-        "latent-attention",
-        _given("multi_latent_attention"),
-        "multi-latent attention (--multi-latent-attention) does not carry scale vectors yet",
-        "use grouped-query attention",
+        "cached-latents",
+        _given("cache_mla_latents"),
+        "--cache-mla-latents takes the up-projection of latent attention apart for inference, where scale "
+        "vectors do not reach",
+        "fold the model to a stock one first, or drop that flag",
     ),
     Refusal(
-        "heterogeneous",
-        _given("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
-        "heterogeneous layers do not carry scale vectors yet",
-        "use layers of one kind",
+        "fused-down-projection",
+        lambda args, _: (
+            bool(getattr(args, "mla_down_proj_fusion", False))
+            and int(getattr(args, "tensor_model_parallel_size", 1) or 1) > 1
+        ),
+        "--mla-down-proj-fusion with tensor parallelism gives the rows of the rotary key the gradient of one "
+        "rank's heads alone, and with it everything before the layer",
+        "drop that flag, or use --tensor-model-parallel-size 1",
+    ),
+    Refusal(
+        "v-norm-of-latent-attention",
+        lambda args, config: (
+            bool(getattr(args, "multi_latent_attention", False)) and config.decay_v_norm == "output"
+        ),
+        "--scalevec-decay-v-norm has no effect on latent attention, where dual-norm places no norm on v",
+        "drop that flag",
+    ),
+    Refusal(
+        "encoder-decoder",
+        _given("decoder_num_layers"),
+        "encoder-decoder models have cross-attention (--decoder-num-layers), whose norm feeds the queries "
+        "alone, and do not carry scale vectors yet",
+        "use a decoder-only model",
+    ),
+    Refusal(
+        "linear-replacements",
+        lambda args, _: '"replace_with_linear": true' in _heterogeneous_text(args),
+        "a heterogeneous layer with a linear in the place of its attention or MLP (replace_with_linear) has "
+        "no branches to tell apart",
+        "use layers with attention, an MLP, or neither",
+    ),
+    Refusal(
+        "heterogeneous-mtp",
+        lambda args, _: bool(_heterogeneous_text(args)) and bool(getattr(args, "mtp_num_layers", None)),
+        "multi-token prediction beside heterogeneous layers is not proven with scale vectors",
+        "drop --mtp-num-layers",
+    ),
+    Refusal(
+        "hybrid-layer-kinds",
+        lambda args, _: "D" in _hybrid_pattern(args),
+        "the hybrid pattern has layers of sparse attention (D), which do not carry scale vectors yet",
+        "use a pattern of M, G, *, +, - and E",
+    ),
+    Refusal(
+        "hybrid-before-0.18",
+        lambda args, _: bool(_hybrid_pattern(args)) or bool(getattr(args, "is_hybrid_model", False)),
+        "hybrid and Mamba models are not proven with scale vectors before megatron-core 0.18",
+        "use a newer megatron-core",
+        versions="<0.18",
+    ),
+    Refusal(
+        "hybrid-mtp",
+        lambda args, _: (
+            "/" in _hybrid_pattern(args)
+            or (bool(_hybrid_pattern(args)) and bool(getattr(args, "mtp_num_layers", None)))
+        ),
+        "multi-token prediction in a hybrid model is not proven with scale vectors",
+        "drop it from the pattern (what follows the first /)",
     ),
     Refusal(
         "experimental-attention",
@@ -196,12 +271,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--experimental-attention-variant {experimental_attention_variant} has rows of a kind this version "
         "does not know",
         "use standard attention",
-    ),
-    Refusal(
-        "hybrid",
-        _given("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"),
-        "hybrid and Mamba models do not carry scale vectors yet",
-        "use a GPT model",
     ),
     Refusal(
         "legacy-models",

@@ -30,6 +30,7 @@ __all__ = [
     "attention",
     "effective_weight",
     "gpt_logits",
+    "latent_attention",
     "layer_norm",
     "mixture",
     "mlp",
@@ -49,6 +50,7 @@ class ReferenceConfig:
     gated: bool
     rope: bool
     rope_base: float = 10000.0
+    rope_dim: int = 0  # channels of the rotary part of a latent attention's keys
     routing: Routing | None = None
 
 
@@ -153,16 +155,51 @@ def attention(x, q, k, v, o, config, norms=None, gate=None):
         values = norms["v"](values)
     if config.rope:
         queries, keys = rotate(queries, config.rope_base), rotate(keys, config.rope_base)
-    future = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
-    heads = []
-    for head in range(config.heads):
-        group = head // (config.heads // config.groups)
-        scores = queries[:, head] @ keys[:, group].T / math.sqrt(config.head_dim)
-        heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ values[:, group])
-    mixed = torch.cat(heads, -1)
+    mixed = _mix(queries, keys, values)
     if gate is not None:
         mixed = mixed * torch.sigmoid(gate(x))
     return o(mixed)
+
+
+def _mix(queries, keys, values):
+    """Causal softmax attention; [sequence, heads or groups, channels] each. Heads joined."""
+    sequence, count, dim = queries.shape
+    future = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
+    heads = []
+    for head in range(count):
+        group = head // (count // keys.shape[1])
+        scores = queries[:, head] @ keys[:, group].T / math.sqrt(dim)
+        heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ values[:, group])
+    return torch.cat(heads, -1)
+
+
+def latent_attention(x, layer, config):
+    """Causal multi-latent attention of [sequence, hidden].
+
+    ``layer``: the branches ``q``, or ``q_down`` and ``q_up``; ``kv_down``, ``k_rope``, ``k_up``, ``v_up`` and
+    ``o``; ``latent_norms``: functions on the latents of q and kv, or None. Every query has its rotary part
+    behind the other; all keys have one rotary part in common. Its channels are rotated in pairs.
+    """
+    norms = layer["latent_norms"]
+    if "q_down" in layer:
+        latent = layer["q_down"](x)
+        queries = layer["q_up"](latent if norms["q"] is None else norms["q"](latent))
+    else:
+        queries = layer["q"](x)
+    latent = layer["kv_down"](x)
+    latent = latent if norms["kv"] is None else norms["kv"](latent)
+    sequence = x.shape[0]
+    queries = queries.view(sequence, config.heads, -1)
+    plain, rotary = queries.split([queries.shape[-1] - config.rope_dim, config.rope_dim], -1)
+    queries = torch.cat([plain, _rotate_pairs(rotary, config)], -1)
+    shared = _rotate_pairs(layer["k_rope"](x)[:, None], config).expand(-1, config.heads, -1)
+    keys = torch.cat([layer["k_up"](latent).view(sequence, config.heads, -1), shared], -1)
+    return layer["o"](_mix(queries, keys, layer["v_up"](latent).view(sequence, config.heads, -1)))
+
+
+def _rotate_pairs(x, config):
+    """Channels 0 and 1, 2 and 3 and so on; the result has the first ones of all pairs before the second."""
+    return rotate(torch.cat([x[..., 0::2], x[..., 1::2]], -1), config.rope_base)
 
 
 def mlp(x, gate, up, down, gated):
@@ -219,16 +256,19 @@ def gpt_logits(tokens, params, config):
     if params["position"] is not None:
         x = x + params["position"][: len(tokens)]
     for layer in params["layers"]:
-        x = x + attention(
-            layer["attention_norm"](x),
-            layer["q"],
-            layer["k"],
-            layer["v"],
-            layer["o"],
-            config,
-            layer.get("head_norms"),
-            layer.get("output_gate"),
-        )
+        if "kv_down" in layer:
+            x = x + latent_attention(layer["attention_norm"](x), layer, config)
+        else:
+            x = x + attention(
+                layer["attention_norm"](x),
+                layer["q"],
+                layer["k"],
+                layer["v"],
+                layer["o"],
+                config,
+                layer.get("head_norms"),
+                layer.get("output_gate"),
+            )
         normalized = layer["mlp_norm"](x)
         if "router" in layer:
             names = ("router", "experts", "shared", "shared_gate", "bias")

@@ -25,7 +25,7 @@ from megatron_scalevec import ScaleVecConfig, ScaleVecError
 def test_presets_resolve_to_the_table_of_the_method(strategy, components):
     config = ScaleVecConfig(strategy=strategy)
     assert (config.branches, config.placement, config.reparam, config.weight_decay) == components
-    assert config.sites == ("attention", "mlp", "mtp", "head")
+    assert config.sites == ("attention", "latent", "mlp", "mamba", "delta", "mtp", "head")
     assert config.active == (strategy != "stock")
 
 

@@ -22,7 +22,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("model", ["mixtral", "qwen3-moe", "shared"])
+@pytest.mark.parametrize("model", ["mixtral", "qwen3-moe", "shared", "deepseek"])
 def test_every_form_equals_the_reference(ranks, model):
     cases = [{"kind": "llama", "config": form, "experts": model} for form in FORMS]
     [found] = ranks.run("compare_with_reference", cases=cases)
@@ -64,7 +64,7 @@ def gradients(ranks):
     def run(layout, experts="shared", strategy="dp", **more):
         key = layout, experts, strategy, repr(more)
         if key not in runs:
-            config = {"strategy": strategy, "sites": "attention,mlp,head,projections"}
+            config = {"strategy": strategy, "sites": "attention,latent,mlp,head,projections"}
             config["experts"] = more.pop("whose", "per-expert")
             world_size, sizes = LAYOUTS.get(layout, (1, {}))
             runs[key] = ranks.run(
@@ -191,22 +191,44 @@ def test_a_forgotten_expert_stops_the_run(ranks):
         )
 
 
+@pytest.mark.parametrize("layout", ["ep2", "tp2-sp", "tp2-sp-ep2-etp1"])
+def test_latent_attention_with_experts_in_every_layout(gradients, layout):
+    """As DeepSeek-V3: vectors of latent attention, which all ranks have, beside those of own experts."""
+    assert_equal_steps(gradients(layout, "deepseek"), gradients("serial", "deepseek"))
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "layout", "seen_in"),
+    [
+        ("rope-key-gradient", "tp2-sp", r"decoder\.layers\.0\."),
+        ("latent-row-map", "tp2-sp", "gamma_"),
+        ("allreduce", "ep2", "gamma_(in|out)_expert"),
+    ],
+)
+def test_the_comparison_sees_what_is_broken_there(gradients, sabotage, layout, seen_in):
+    broken = gradients(layout, "deepseek", sabotage=sabotage, audited=False)
+    with pytest.raises(AssertionError, match=seen_in):
+        assert_equal_steps(broken, gradients("serial", "deepseek"))
+
+
+QKV = {f"attention {branch} in": 2 for branch in "qkv"}
 COUNTS = {
     # Two layers with experts: gate and up of 4 experts in each.
     "mixtral": (
-        {"mlp router in": 2, "mlp expert_gate in": 8, "mlp expert_up in": 8},
+        {**QKV, "mlp router in": 2, "mlp expert_gate in": 8, "mlp expert_up in": 8},
         {"linears": 2 * (1 + 1 + 4), "retired": 4},
         # q, k, v, the router, gate and up of every expert instead of two norms.
         2 * (3 + 1 + 2 * 4 - 2) * 32,
     ),
     "qwen3-moe": (
-        {"mlp router in": 2, "mlp expert_gate in": 16, "mlp expert_up in": 16},
+        {**QKV, "mlp router in": 2, "mlp expert_gate in": 16, "mlp expert_up in": 16},
         {"linears": 2 * (1 + 1 + 8), "retired": 4},
         2 * (3 + 1 + 2 * 8 - 2) * 32,
     ),
     # A dense layer, and one with 4 experts, a shared one and its gate.
     "shared": (
         {
+            **QKV,
             "mlp gate in": 1,
             "mlp up in": 1,
             "mlp router in": 1,
@@ -219,6 +241,23 @@ COUNTS = {
         {"linears": 2 * 1 + 1 + (1 + 4 + 1 + 1), "retired": 4},
         (2 * 3 + 2 + 1 + 2 * 4 + 2 + 1 - 4) * 32,
     ),
+    # Latent attention with latents of 12 and 10 channels, behind norms of their own: two down- and two
+    # up-projections in each layer. A dense layer, and one with 4 experts and a shared one without a gate.
+    "deepseek": (
+        {
+            **{f"attention {branch} in": 2 for branch in ("q_down", "kv_down", "k_rope")},
+            **{f"latent {branch} in": 2 for branch in ("q_up", "k_up", "v_up")},
+            "mlp gate in": 1,
+            "mlp up in": 1,
+            "mlp router in": 1,
+            "mlp expert_gate in": 4,
+            "mlp expert_up in": 4,
+            "mlp shared_gate in": 1,
+            "mlp shared_up in": 1,
+        },
+        {"linears": 2 * 4 + 1 + (1 + 4 + 1), "retired": 2 * 4},
+        2 * (3 * 32 + 12 + 2 * 10) + (2 + 1 + 2 * 4 + 2) * 32 - 2 * (2 * 32 + 12 + 10),
+    ),
 }
 
 
@@ -226,8 +265,7 @@ COUNTS = {
 def test_what_is_counted(ranks, model):
     vectors, numbers, added = COUNTS[model]
     [found] = ranks.run("expert_audit", config={"strategy": "hg"}, experts=model)
-    attention = {f"attention {branch} in": 2 for branch in "qkv"}
-    assert found["built_vectors"] == {**attention, **vectors, "head logits in": 1}
+    assert found["built_vectors"] == {**vectors, "head logits in": 1}
     assert found["linears_converted"] == numbers["linears"]
     assert found["norm_scales_retired"] == numbers["retired"]
     assert found["parameters_added"] == added
@@ -242,6 +280,58 @@ def test_experts_of_multi_token_prediction(ranks):
     assert found["built_vectors"]["mlp gate in"] == 1
     assert found["built_vectors"]["mlp shared_expert_gate out"] == 2
     assert found["built_vectors"]["mtp enorm in"] == 1
+
+
+def test_a_shared_scale_stays_where_several_maps_take_it(ranks):
+    """Two down-projections, or a router and experts, behind one norm; a dense MLP has one linear there."""
+    [found] = ranks.run("expert_audit", config={"strategy": "or"}, experts="deepseek")
+    assert {vector["name"] for vector in found["vectors"] if vector["branch"] == "shared"} == {
+        f"decoder.layers.{path}_{part}"
+        for part in ("beta", "alpha")
+        for path in (
+            "0.input_layernorm.gamma",
+            "1.input_layernorm.gamma",
+            "1.pre_mlp_layernorm.gamma",
+            "0.mlp.linear_fc1.gamma_in_shared",
+            *(
+                f"{layer}.self_attention.linear_{latent}_up_proj.gamma_in_shared"
+                for layer in (0, 1)
+                for latent in ("q", "kv")
+            ),
+        )
+    }
+    assert found["linears_converted"] == 1 + 2 * 2
+
+
+def test_multi_token_prediction_beside_latent_attention_and_experts(ranks):
+    [found] = ranks.run(
+        "expert_audit", config={"strategy": "unified"}, experts="deepseek", overrides={"mtp_num_layers": 1}
+    )
+    counts = {f"{site} {branch}": number for site, branch, number in DEEPSEEK_WITH_MTP}
+    parts = {
+        f"{name} {side} {part}": number
+        for name, number in counts.items()
+        for side in ("in", "out")
+        for part in ("beta", "alpha")
+    }
+    only_in = {
+        f"{name} in {part}": 1
+        for name in ("mtp enorm", "mtp hnorm", "mtp final_layernorm", "head logits")
+        for part in ("beta", "alpha")
+    }
+    assert found["built_vectors"] == {**parts, **only_in}
+    assert found["linears_converted"] == 3 * 4 + 1 + 2 * (1 + 4 + 1)
+    assert found["norm_scales_retired"] == 3 * 4 + 3 + 1
+
+
+# Three layers with latent attention: a dense one, and two with experts, one of which predicts further tokens.
+DEEPSEEK_WITH_MTP = [
+    *(("attention", branch, 3) for branch in ("q_down", "kv_down", "k_rope")),
+    *(("latent", branch, 3) for branch in ("q_up", "k_up", "v_up")),
+    *(("mlp", branch, 1) for branch in ("gate", "up")),
+    *(("mlp", branch, 2) for branch in ("router", "shared_gate", "shared_up")),
+    *(("mlp", branch, 2 * 4) for branch in ("expert_gate", "expert_up")),
+]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ def assert_equal_runs(run, other, start=0):
         ("qwen3-moe", "ep2"),
         ("shared-experts", "ep2-distopt"),
         ("shared-experts", "tp2-sp-etp1"),
+        ("deepseek-v3", "ep2"),
+        ("deepseek-v3", "tp2-sp"),
     ],
 )
 def test_parallel_equals_serial(train, model, layout):
@@ -68,6 +70,8 @@ def test_one_set_of_vectors_for_all_experts(train, layout):
         ("mixtral", "ep2-distopt", "tp2-sp-etp1"),
         ("qwen3-moe", "pp2", "tp2-sp"),
         ("shared-experts", "tp2-sp-etp1", "ep2"),
+        ("deepseek-v3", "tp2-sp-etp1", "ep2"),
+        ("deepseek-v3", "tp2-sp", "pp2"),
     ],
 )
 def test_a_run_resumes_in_another_layout(ranks, tmp_path, model, first, second):

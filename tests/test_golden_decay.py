@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from ranks.models import EXPERTS
 
 STRATEGIES = ("stock", "iwd", "hg", "dnp", "or", "unified")
 # A model is one line: name, kind in ranks.models.build_gpt, overrides of Megatron's configuration.
@@ -19,6 +20,9 @@ MODELS = (
     ("qk-norm", "qk-norm", {}),
     ("mtp", "llama", {"mtp_num_layers": 1}),
     ("zero-centered", "llama", {"layernorm_zero_centered_gamma": True}),
+    ("mla", "mla", {}),
+    ("experts", "llama", {**EXPERTS["shared"], "num_layers": 2}),
+    ("deepseek", "mla", {**EXPERTS["deepseek"], "num_layers": 2, "mtp_num_layers": 1}),
 )
 # Built with Muon as well, where there is one.
 WITH_MUON = ("llama", "qk-norm")

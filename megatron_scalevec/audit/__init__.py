@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 
-from megatron_scalevec.audit.chunks import expert_ranks, is_copy, unsharded_numel, unwrap
+from megatron_scalevec.audit.chunks import (
+    expert_ranks,
+    is_copy,
+    latent_norm_scales,
+    unsharded_numel,
+    unwrap,
+)
 from megatron_scalevec.audit.expected import Expectation, Share, expectation
 from megatron_scalevec.audit.experts import experts_note
 from megatron_scalevec.audit.groups import (
@@ -154,6 +160,7 @@ def rank_record(
     for chunk in chunks:
         root = unwrap(chunk)
         parameter_roles(root)
+        of_latents = latent_norm_scales(root)
         for module in root.modules():
             if isinstance(module, Folded):
                 linears += sum(expert_ranks(weight) for weight in module.scaled_weights())
@@ -163,9 +170,9 @@ def rank_record(
                 added += unsharded_numel(param) if param.requires_grad else 0
             elif not is_copy(root, name):
                 stock += unsharded_numel(param)
-                if param.dim() == 1 and not param.requires_grad and name.endswith(_NORM_SCALES):
+                if param.dim() == 1 and not param.requires_grad and _is_norm_scale(name, of_latents):
                     retired += 1
-                    retired_numel += param.numel()
+                    retired_numel += unsharded_numel(param)
             if groups is not None and id(param) in groups:
                 counted[groups[id(param)]] += expert_ranks(param)
             info = vector_info(param)
@@ -184,7 +191,7 @@ def rank_record(
                 reparam=info.reparam,
                 part=info.part,
                 added=was_added(param),
-                size=param.numel(),
+                size=unsharded_numel(param) // expert_ranks(param),
                 dtype=str(param.dtype).removeprefix("torch."),
                 weight_decay_class=role_of(param),
                 decays=wanted,
@@ -211,6 +218,9 @@ _NORM_SCALES = (
     "final_layernorm.weight",
     "enorm.weight",
     "hnorm.weight",
+    "final_norm.weight",  # of hybrid models
+    "mixer.norm.weight",  # Mamba's gated norm
+    "self_attention.out_norm.weight",  # of a gated delta net
 )
 
 
@@ -222,6 +232,10 @@ _TENSOR_PARALLEL = {
 
 # An expert's index among those of its rank, in the names of modules or of vectors.
 _EXPERT = re.compile(r"(?<=\blocal_experts\.)\d+(?=\.)|(?<=_)\d+(?=_|$)")
+
+
+def _is_norm_scale(name: str, of_latents: set[str]) -> bool:
+    return name.endswith(_NORM_SCALES) or name in of_latents or bool(_BEFORE_MIXER.search(name))
 
 
 def _global_name(name: str, layer: int | None) -> str:
@@ -281,7 +295,12 @@ def audit_of_records(
     notes = []
     if config.placement == "dual-norm":
         normalized = [branch for branch in ("q", "k", "v") if branch not in config.branches_off]
-        notes.append(f"dual-norm: {', '.join(normalized)} are normalized per head; everything else gets dual")
+        if getattr(model_config, "multi_latent_attention", False):
+            notes.append(_LATENT_NOTE)
+        else:
+            notes.append(
+                f"dual-norm: {', '.join(normalized)} are normalized per head; everything else gets dual"
+            )
     notes += experts_note(config, model_config, vectors)
     if config.branches_off:
         notes.append(f"without scale vectors: {', '.join(config.branches_off)}")
@@ -325,3 +344,6 @@ _REASONS = {
     "optimizer": "the live weight is W_eff; W is the optimizer's fp32 master",
     "nothing": "the norms' own scales; nothing is formed",
 }
+
+_BEFORE_MIXER = re.compile(r"layers\.\d+\.norm\.weight$")  # of a Mamba layer
+_LATENT_NOTE = "dual-norm: latent attention gets dual, as none of its maps makes whole heads (docs/models.md)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["expert_ranks", "is_copy", "unsharded_numel", "unwrap"]
+__all__ = ["expert_ranks", "is_copy", "latent_norm_scales", "unsharded_numel", "unwrap"]
 
 
 def is_copy(chunk: torch.nn.Module, name: str) -> bool:
@@ -25,6 +25,14 @@ def expert_ranks(param: torch.nn.Parameter) -> int:
     if getattr(param, "allreduce", True):
         return 1
     return parallel_state.get_expert_model_parallel_world_size()
+
+
+def latent_norm_scales(model: torch.nn.Module) -> set[str]:
+    """Names of the scales of the norms on compressed latents, one of which is called as a norm on queries."""
+    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+
+    paths = [path for path, module in model.named_modules() if isinstance(module, MultiLatentAttention)]
+    return {f"{path}.{name}_layernorm.weight" for path in paths for name in ("q", "kv")}
 
 
 def unsharded_numel(param: torch.nn.Parameter) -> int:

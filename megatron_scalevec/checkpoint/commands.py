@@ -85,7 +85,7 @@ def unfold_checkpoint(
             f"{reader.folder} carries scale vectors already ({was.describe()}); scalevec fold makes it stock "
             "again."
         )
-    _refuse_kinds(reader.args, config)
+    _refuse_kinds(reader.args)
     draft = Draft(reader, optimizer=optimizer)
     if config.lr_mult and len(draft.families) > 1:
         raise ScaleVecError(
@@ -126,7 +126,7 @@ def fold_checkpoint(
     from megatron_scalevec.checkpoint.store import CheckpointReader
 
     reader = CheckpointReader(source, step)
-    _refuse_kinds(reader.args, ScaleVecConfig.from_namespace(reader.args))
+    _refuse_kinds(reader.args)
     draft = Draft(reader, optimizer=optimizer)
     work = Folding(draft)
     finding = _write(draft, out, check)
@@ -151,18 +151,27 @@ def _say_no_optimizer(say: Callable[[str], None]) -> None:
     say("no optimizer state: start from it with --no-load-optim, or with --finetune")
 
 
-_KINDS = ("experts", "latent-attention", "heterogeneous", "experimental-attention", "hybrid", "legacy-models")
+_KINDS = {
+    "experts": ("num_experts",),
+    "latent attention": ("multi_latent_attention",),
+    "heterogeneous layers": (
+        "heterogeneous_layers_config_path",
+        "heterogeneous_layers_config_encoded_json",
+    ),
+    "hybrid layers": ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"),
+    "experimental attention": ("experimental_attention_variant",),
+    "a legacy model": ("use_legacy_models",),
+}
+"""Kinds of models whose linears :mod:`megatron_scalevec.checkpoint.tables` does not know, and the arguments
+that show them."""
 
 
-def _refuse_kinds(args: argparse.Namespace, config: ScaleVecConfig) -> None:
-    """Models whose linears :mod:`megatron_scalevec.checkpoint.tables` does not know."""
-    from megatron_scalevec.support import REFUSALS
-
-    for refusal in REFUSALS:
-        if refusal.name in _KINDS and refusal.applies(args, config):
+def _refuse_kinds(args: argparse.Namespace) -> None:
+    for kind, names in _KINDS.items():
+        if any(getattr(args, name, None) for name in names):
             raise ScaleVecError(
-                f"the checkpoint holds a model of a kind that cannot be folded or unfolded: {refusal.name} "
-                f"({refusal.way_out})."
+                f"the checkpoint holds {kind}, which cannot be folded or unfolded yet; train on with the "
+                "strategy it has, or start a new run with another one."
             )
 
 

@@ -41,11 +41,12 @@ def fold(model: torch.nn.Module) -> None:
             "fold on the checkpoint."
         )
     zero_centered = bool(getattr(model.config, "layernorm_zero_centered_gamma", False))
+    stays = {id(m.v_layernorm) for m in model.modules() if isinstance(m, ScaleVecSelfAttention)}
     with torch.no_grad():
         for module in list(model.modules()):
             if isinstance(module, FoldedLinear):
                 _fold_linear(module)
-            elif isinstance(module, ScaledNorm) and module.scalevec_tp_group is None:
+            elif isinstance(module, ScaledNorm) and id(module) not in stays:
                 _fold_norm(module, zero_centered)
         for name, param in model.named_parameters():
             if name.endswith("weight"):

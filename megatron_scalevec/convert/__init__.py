@@ -9,26 +9,30 @@ The work is planned on the whole model first; only a plan without objections is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_scalevec.checkpoint.guard import protect
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.convert.branches import branches_at, refuse_unknown_branches
-from megatron_scalevec.convert.experts import ExpertsSite
+from megatron_scalevec.convert.hybrid import is_supported, remember_layers
+from megatron_scalevec.convert.latent import complete_rope_keys
 from megatron_scalevec.convert.roles import parameter_roles, plan_roles
-from megatron_scalevec.convert.sites import LinearSite, NormSite, find_sites
+from megatron_scalevec.convert.site import LinearSite, NormSite
+from megatron_scalevec.convert.sites import find_sites
 from megatron_scalevec.decisions import SHARED, norm_keeps_scale, plan_linear
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.folds import folds_of, require_an_engine
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
-from megatron_scalevec.layers.linear import leaf_class
+from megatron_scalevec.layers.linear import leaf_class, sharding_of
 from megatron_scalevec.layers.norm import NormHandle, head_norm, retire, scale_norm
 from megatron_scalevec.pending import released
 from megatron_scalevec.support import refuse_unsupported_experts
-from megatron_scalevec.vectors import VectorInfo, role_of, set_role
+from megatron_scalevec.vectors import VectorInfo, has_vector, role_of, set_role
 from megatron_scalevec.versions import megatron_version
 
 __all__ = [
@@ -65,7 +69,8 @@ def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
     model computes the same function afterwards, except where a norm comes between (dual-norm).
 
     Args:
-        model: A ``GPTModel`` with layers of the local or the TransformerEngine implementation.
+        model: A ``GPTModel`` or, from 0.18 on, ``HybridModel``, its layers of the local or the
+            TransformerEngine implementation.
         config: The strategy. ``stock`` changes nothing.
 
     Raises:
@@ -73,10 +78,11 @@ def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
     """
     if not config.active:
         return
-    if not isinstance(model, GPTModel):
+    if not is_supported(model):
         raise ScaleVecError(
             f"scale vectors were asked for on a {type(model).__name__}; this version builds them on "
-            "GPTModel, before it is wrapped for mixed precision or data parallelism."
+            "GPTModel and on hybrid models of megatron-core 0.18 and later, before it is wrapped for mixed "
+            "precision or data parallelism."
         )
     known = applied_config(model)
     if known is not None:
@@ -88,9 +94,10 @@ def apply_scale_vectors(model: torch.nn.Module, config: ScaleVecConfig) -> None:
         _convert(model, config)
 
 
-def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
+def _convert(model: LanguageModule, config: ScaleVecConfig) -> None:
     if getattr(model.config, _BORROWED_FLAG, False):
         _without_borrowed_norms(model)
+    remember_layers(model)
     refuse_unknown_branches(config, model.config)
     refuse_unsupported_experts(model.config, config, megatron_version())
     if config.weight_decay == "all" and _zero_centered(model.config):
@@ -103,14 +110,20 @@ def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
         if site.asked_for:
             _check_start(site, config, model.config)
     roles = plan_roles(model, sites)
+    # Before anything is retired: a norm may feed several linears.
+    scales = {
+        id(site.norm.weight): _whole(_scale_of(site.norm, model.config), site)
+        for site in sites
+        if isinstance(site, LinearSite) and site.asked_for and site.norm is not None
+    }
     for site in sites:
         if site.asked_for:
             if isinstance(site, NormSite):
                 _convert_norm_site(site, config, model.config)
-            elif isinstance(site, ExpertsSite):
-                _convert_experts_site(site, config, model.config)
             else:
-                _convert_linear_site(site, config, model.config)
+                scale = None if site.norm is None else scales[id(site.norm.weight)]
+                _convert_linear_site(site, scale, config, model.config)
+    complete_rope_keys(model)
     for param, role in roles:
         if param.requires_grad and role_of(param) is None:
             set_role(param, role)
@@ -120,7 +133,7 @@ def _convert(model: GPTModel, config: ScaleVecConfig) -> None:
         require_an_engine(model)
 
 
-def _without_borrowed_norms(model: GPTModel) -> None:
+def _without_borrowed_norms(model: LanguageModule) -> None:
     """Take away the q/k norms that Megatron has built because an earlier model chunk set the flag for its
     own: the stock model has none."""
     for module in model.modules():
@@ -128,25 +141,22 @@ def _without_borrowed_norms(model: GPTModel) -> None:
             module.q_layernorm = module.k_layernorm = None
 
 
-def _check_start(site: NormSite | LinearSite | ExpertsSite, config: ScaleVecConfig, model_config) -> None:
+def _check_start(site: NormSite | LinearSite, config: ScaleVecConfig, model_config) -> None:
     """Refuse what cannot carry vectors, and a start that would change the function of a trained model."""
     if isinstance(site, LinearSite):
-        leaf_class(site.linear).require_convertible(site.path, site.linear)
-    for each in site.maps if isinstance(site, ExpertsSite) else ():
-        each.check()
+        site.check()
     if site.norm is None or site.norm.weight.is_meta:
         return
     scale, bias = _scale_of(site.norm, model_config), site.norm.bias
     if torch.all(scale == 1):
         return
-    own_linear = not isinstance(site, NormSite)
+    own_linear = isinstance(site, LinearSite)
     if not (config.has_input_scales if own_linear else config.placement is not None):
         raise ScaleVecError(
             f"the norm before {site.path} has a trained scale, which {config.strategy!r} would drop: start "
             "it from a model whose norms are at one, or use a strategy with input scales."
         )
-    branches = site.branches() if own_linear else ()
-    off = set(config.branches_off) & set(branches)
+    off = set(config.branches_off) & set(site.branches()) if own_linear else set()
     if off:
         raise ScaleVecError(
             f"the norm before {site.path} has a trained scale, which --scalevec-branches-off "
@@ -170,6 +180,16 @@ def _scale_of(norm: NormHandle, model_config) -> torch.Tensor:
     return weight + 1 if _zero_centered(model_config) else weight.clone()
 
 
+def _whole(scale: torch.Tensor, site: LinearSite) -> torch.Tensor:
+    """The scale of all channels, where ranks have a norm over their own (Mamba's gated norm)."""
+    if scale.numel() == site.channels or scale.is_meta:
+        return scale.new_ones(site.channels) if scale.is_meta else scale
+    _, ranks = sharding_of(site.linear)
+    parts = [torch.empty_like(scale) for _ in range(ranks)]
+    torch.distributed.all_gather(parts, scale, group=leaf_class(site.linear).group_of(site.linear))
+    return torch.cat(parts)
+
+
 def _dtype(config: ScaleVecConfig) -> torch.dtype | None:
     return torch.float32 if config.vector_dtype == "fp32" else None
 
@@ -180,22 +200,25 @@ def _convert_norm_site(site: NormSite, config: ScaleVecConfig, model_config) -> 
         return
     # The one map that it feeds needs no scale of its own, so the scale stays at the norm.
     _own_or_kept(
-        site.norm.owner,
+        site.norm,
         VectorInfo(site.name, site.branch, "in", site.layer, "norm", config.reparam),
         "input",
         config,
         model_config,
+        site.tp_group,
     )
 
 
-def _own_or_kept(norm, info: VectorInfo, role, config: ScaleVecConfig, model_config, tp_group=None):
+def _own_or_kept(
+    norm: NormHandle, info: VectorInfo, role, config: ScaleVecConfig, model_config, tp_group=None
+):
     """Keep a norm's own parameter as the scale vector, or move its scale into a vector of ours."""
     zero_centered = _zero_centered(model_config)
     if norm_keeps_scale(config, role=role, zero_centered=zero_centered, needs_sum=tp_group is not None):
         set_role(norm.weight, role, info)
         return
     scale_norm(
-        norm,
+        norm.owner,
         info,
         role,
         zero_centered=zero_centered,
@@ -204,55 +227,31 @@ def _own_or_kept(norm, info: VectorInfo, role, config: ScaleVecConfig, model_con
     )
 
 
-def _convert_experts_site(site: ExpertsSite, config: ScaleVecConfig, model_config) -> None:
-    """A shared input scale stays at the norm, in whatever form: no single map could take it over."""
-    initial, scales_in = None, config.has_input_scales
-    if site.norm is not None and scales_in and config.branches == "shared":
-        info = VectorInfo(site.name, SHARED, "in", site.layer, "norm", config.reparam)
-        _own_or_kept(site.norm.owner, info, "input", config, model_config)
-        scales_in = False
-    elif site.norm is not None:
-        initial = _scale_of(site.norm, model_config)
-        retire(site.norm, _zero_centered(model_config))
-    for each in site.maps:
-        on = [branch for branch in each.branches() if branch not in config.branches_off]
-        in_branches, out_branches = on if scales_in else [], on if config.has_output_scales else []
-        if in_branches or out_branches:
-            each.convert(
-                site=site.name,
-                layer=site.layer,
-                in_branches=in_branches,
-                out_branches=out_branches,
-                initial_gamma_in=torch.ones(each.channels) if initial is None else initial,
-                reparam=config.reparam,
-                dtype=_dtype(config),
-            )
-
-
-def _convert_linear_site(site: LinearSite, config: ScaleVecConfig, model_config) -> None:
-    row_map = site.row_map()
+def _convert_linear_site(
+    site: LinearSite, scale: torch.Tensor | None, config: ScaleVecConfig, model_config
+) -> None:
+    """``scale``: γ of the norm that feeds the linear, as it was before the conversion."""
     plan = plan_linear(
         config,
-        row_map.branches,
+        site.branches(),
         fed_by_norm=site.norm is not None,
         zero_centered=_zero_centered(model_config),
         has_heads=site.attention is not None,
+        norm_feeds_others=site.norm_feeds_others,
+        norm_fits=site.norm_keeps_scale,
     )
     initial = torch.ones(site.channels)
     if plan.retires_norm:
-        initial = _scale_of(site.norm, model_config)
+        initial = scale
         retire(site.norm, _zero_centered(model_config))
-    elif site.norm is not None:
+    elif site.norm is not None and not has_vector(site.norm.owner, "gamma"):
+        # Not made yet for an earlier one of several linears.
         info = VectorInfo(site.name, SHARED, "in", site.layer, "norm", config.reparam)
-        set_role(site.norm.weight, "input", info)
+        _own_or_kept(site.norm, info, "input", config, model_config)
     if plan.normalized:
         _normalize_heads(site, plan.normalized, config, model_config)
     if plan.has_vectors:
-        leaf_class(site.linear).convert(
-            site.linear,
-            row_map,
-            site=site.name,
-            layer=site.layer,
+        site.convert(
             in_branches=plan.in_branches,
             out_branches=plan.out_branches,
             initial_gamma_in=initial,
@@ -260,11 +259,11 @@ def _convert_linear_site(site: LinearSite, config: ScaleVecConfig, model_config)
             dtype=_dtype(config),
             in_optimizer=config.execution == "optimizer",
         )
-        if plan.retires_norm:
-            site.linear.scalevec_fed_by = site.norm
+    if plan.retires_norm:
+        site.remember_norm()
 
 
-def _normalize_heads(site: LinearSite, branches, config: ScaleVecConfig, model_config) -> None:
+def _normalize_heads(site: LinearSite, branches: Sequence[str], config: ScaleVecConfig, model_config) -> None:
     """Dual-norm: a norm over each head's channels of q, k and v, with γ_out behind it, before RoPE."""
     attention = site.attention
     for branch in branches:
@@ -290,4 +289,4 @@ def _normalize_heads(site: LinearSite, branches, config: ScaleVecConfig, model_c
                 model_config.qk_layernorm = True
                 setattr(model_config, _BORROWED_FLAG, True)
             role, group = "output", None
-        _own_or_kept(norm, info, role, config, model_config, group)
+        _own_or_kept(NormHandle(norm), info, role, config, model_config, group)

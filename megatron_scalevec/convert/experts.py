@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
@@ -22,124 +22,70 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_scalevec.config import ScaleVecConfig
+from megatron_scalevec.convert.site import LinearSite
 from megatron_scalevec.convert.unknown import unknown_class
 from megatron_scalevec.fold import RowMap, fc1_row_map, whole_row_map
 from megatron_scalevec.layers import common
 from megatron_scalevec.layers.experts import share_vectors
-from megatron_scalevec.layers.linear import FoldedLinear, add_vectors, leaf_class, unsharded_sizes
+from megatron_scalevec.layers.linear import FoldedLinear, add_vectors, leaf_class
 from megatron_scalevec.layers.norm import NormHandle
 from megatron_scalevec.layers.router import FoldedReplicated, ScaleVecSharedExpertMLP, ScaleVecTopKRouter
 from megatron_scalevec.vectors import vector_info
 
-__all__ = ["ExpertsSite", "find_experts", "grouped_leaf_class"]
+__all__ = ["expert_sites", "grouped_leaf_class"]
 
 
-class Map(Protocol):
-    """A fused map, or as many of one kind as there are experts."""
+@dataclass
+class ReplicatedSite(LinearSite):
+    """A weight that a module holds as a plain parameter: the router's, or the gate of shared experts."""
 
-    path: str
-    channels: int
-
-    def branches(self) -> tuple[str, ...]:
-        """In the order of the weight's rows."""
+    leaf: type[FoldedReplicated] = field(kw_only=True)
 
     def check(self) -> None:
-        """Raise ScaleVecError where this very map cannot carry vectors."""
+        """Nothing about the module stands in the way once its class is known."""
 
     def convert(self, **what: Any) -> None:
-        """Arguments as of :meth:`megatron_scalevec.layers.linear.FoldedLinear.convert`."""
+        """As the base class's."""
+        [branch] = self.branches()
+        self.leaf.convert(self.linear, branch, site=self.name, layer=self.layer, **what)
 
 
 @dataclass
-class ExpertsSite:
-    """The maps of a mixture-of-experts layer at one site, and the Input-Norm that feeds them all (None:
-    none does)."""
+class RoutedSite(LinearSite):
+    """fc1 or fc2 of all local routed experts: a linear for each, or a grouped one for all.
 
-    name: str
-    path: str
-    layer: int
-    norm: NormHandle | None
-    maps: list[Map]
-    asked_for: bool
+    ``linear`` is the first of ``linears``. ``share``: whether the experts have their vectors in common.
+    """
 
-    def branches(self) -> list[str]:
-        """Of all maps."""
-        return [branch for each in self.maps for branch in each.branches()]
-
-
-@dataclass
-class ReplicatedMap:
-    """The router, or the gate of shared experts."""
-
-    path: str
-    module: torch.nn.Module
-    leaf: type[FoldedReplicated]
-    branch: str
-
-    @property
-    def channels(self) -> int:
-        return getattr(self.module, self.leaf.scaled).shape[1]
-
-    def branches(self) -> tuple[str, ...]:
-        return (self.branch,)
+    linears: list[torch.nn.Module] = field(kw_only=True)
+    experts: torch.nn.Module = field(kw_only=True)
+    router: torch.nn.Module = field(kw_only=True)
+    share: bool = field(kw_only=True)
 
     def check(self) -> None:
-        pass
-
-    def convert(self, **what: Any) -> None:
-        self.leaf.convert(self.module, self.branch, **what)
-
-
-@dataclass
-class SharedExpertMap:
-    """fc1 or fc2 of the shared experts: one linear."""
-
-    path: str
-    linear: torch.nn.Module
-    row_map: RowMap
-
-    @property
-    def channels(self) -> int:
-        return unsharded_sizes(self.linear)[1]
-
-    def branches(self) -> tuple[str, ...]:
-        return self.row_map.branches
-
-    def check(self) -> None:
-        leaf_class(self.linear).require_convertible(self.path, self.linear)
-
-    def convert(self, **what: Any) -> None:
-        leaf_class(self.linear).convert(self.linear, self.row_map, **what)
-
-
-@dataclass
-class RoutedMap:
-    """fc1 or fc2 of all local routed experts: a linear for each, or a grouped one for all."""
-
-    path: str
-    experts: torch.nn.Module
-    linears: list[torch.nn.Module]
-    channels: int
-    row_map: RowMap
-    share: bool
-    router: torch.nn.Module
-
-    def branches(self) -> tuple[str, ...]:
-        return self.row_map.branches
-
-    def check(self) -> None:
+        """As the base class's, for every linear."""
         for linear in self.linears:
             _leaf(linear).require_convertible(self.path, linear)
 
     def convert(self, **what: Any) -> None:
+        """As the base class's."""
+        what, rows = {"site": self.name, "layer": self.layer, **what}, self.row_map()
         for linear in self.linears:
-            _leaf(linear).convert(linear, self.row_map, borrows=self.share, **what)
+            _leaf(linear).convert(linear, rows, borrows=self.share, **what)
         if self.share:
             share_vectors(self.experts, self.linears, self.router.tp_group)
             # Like the router's weight: a parameter of the dense part, which all data-parallel ranks reduce.
-            add_vectors(self.experts, self.row_map, like=self.router.weight, **what)
+            add_vectors(self.experts, rows, like=self.router.weight, **what)
         else:
             _count_in_gradient_norm(self.linears)
+
+    def remember_norm(self) -> None:
+        """As the base class's, on what owns the vectors."""
+        lend = self.share and isinstance(self.linear, FoldedLinear)
+        if lend:
+            self.experts.scalevec_fed = tuple(self.linear.input_vectors())
+        for owner in [self.experts] if lend else self.linears:
+            owner.scalevec_fed_by = self.norm
 
 
 def _count_in_gradient_norm(linears: list[FoldedLinear]) -> None:
@@ -178,16 +124,16 @@ def _leaf(linear: torch.nn.Module) -> type[FoldedLinear] | None:
     return grouped_leaf_class(linear) or leaf_class(linear)
 
 
-def find_experts(
+def expert_sites(
     path: str, moe: MoELayer, number: int, norm: NormHandle, config: ScaleVecConfig
-) -> Iterator[ExpertsSite]:
+) -> Iterator[LinearSite]:
     """The sites of one layer.
 
     Args:
         path: Name of ``moe`` in the model.
         moe: The layer.
         number: Megatron's layer number.
-        norm: The norm before it.
+        norm: The norm before it, which feeds several maps: a scale that they share stays there.
         config: The strategy.
 
     Raises:
@@ -198,48 +144,77 @@ def find_experts(
         raise unknown_class(path, moe, "megatron.core's MoELayer")
     if type(moe.router) is not TopKRouter:
         raise unknown_class(f"{path}.router", moe.router, "megatron.core's TopKRouter")
-    ffn = c.moe_ffn_hidden_size
-    routed = {
-        name: _routed_linears(f"{path}.experts", moe.experts, name, parallel)
-        for name, parallel in (("linear_fc1", "column"), ("linear_fc2", "row"))
-    }
+    hidden, ffn = c.hidden_size, c.moe_ffn_hidden_size
+    fed = {"norm_feeds_others": True, "asked_for": "mlp" in config.sites}
+    unfed = {"asked_for": "projections" in config.sites}
 
-    def routed_map(name: str, channels: int, row_map: RowMap) -> RoutedMap:
+    def replicated(where: str, module: torch.nn.Module, leaf: type[FoldedReplicated], branch: str):
+        rows = getattr(module, leaf.scaled).shape[0]
+        return ReplicatedSite(
+            "mlp", where, number, norm, module, hidden, lambda: whole_row_map(branch, rows), leaf=leaf, **fed
+        )
+
+    def routed(name: str, parallel: str) -> dict[str, Any]:
+        linears = _routed_linears(f"{path}.experts", moe.experts, name, parallel)
         share = config.experts == "shared"
-        place = f"{path}.experts.{name}"
-        return RoutedMap(place, moe.experts, routed[name], channels, row_map, share, moe.router)
+        return {
+            "linear": linears[0],
+            "linears": linears,
+            "experts": moe.experts,
+            "router": moe.router,
+            "share": share,
+            "path": f"{path}.experts.{name}",
+        }
 
-    mlp: list[Map] = [
-        ReplicatedMap(f"{path}.router", moe.router, ScaleVecTopKRouter, "router"),
-        routed_map("linear_fc1", c.hidden_size, _fc1_rows("expert", ffn, routed["linear_fc1"][0], c)),
-    ]
-    projections: list[Map] = [routed_map("linear_fc2", ffn, whole_row_map("expert_down", c.hidden_size))]
-    shared = moe.shared_experts
-    if shared is not None:
-        where = f"{path}.shared_experts"
-        if type(shared) is not SharedExpertMLP:
-            raise unknown_class(where, shared, "megatron.core's SharedExpertMLP")
-        for name, parallel in (("linear_fc1", "column"), ("linear_fc2", "row")):
-            _require_linear(f"{where}.{name}", getattr(shared, name), parallel)
-        rows = _fc1_rows("shared", c.moe_shared_expert_intermediate_size, shared.linear_fc1, c)
-        mlp.append(SharedExpertMap(f"{where}.linear_fc1", shared.linear_fc1, rows))
-        down = whole_row_map("shared_down", c.hidden_size)
-        projections.append(SharedExpertMap(f"{where}.linear_fc2", shared.linear_fc2, down))
-        if shared.gate_weight is not None:
-            mlp.append(ReplicatedMap(where, shared, ScaleVecSharedExpertMLP, "shared_expert_gate"))
-    yield ExpertsSite("mlp", path, number, norm, mlp, "mlp" in config.sites)
-    yield ExpertsSite("projections", path, number, None, projections, "projections" in config.sites)
+    def down(branch: str) -> Callable[[], RowMap]:
+        return lambda: whole_row_map(branch, hidden)
 
-
-def _fc1_rows(prefix: str, ffn_hidden_size: int, linear: torch.nn.Module, model_config) -> RowMap:
-    group = _leaf(linear).group_of(linear)
-    rows = fc1_row_map(
-        ffn_hidden_size=ffn_hidden_size,
-        gated=model_config.gated_linear_unit,
-        tp_rank=group.rank(),
-        tp_size=group.size(),
+    fc1 = routed("linear_fc1", "column")
+    fc2 = routed("linear_fc2", "row")
+    yield replicated(f"{path}.router", moe.router, ScaleVecTopKRouter, "router")
+    rows = _fc1_rows("expert", ffn, fc1["linear"], c)
+    yield RoutedSite("mlp", layer=number, norm=norm, channels=hidden, row_map=rows, **fed, **fc1)
+    yield RoutedSite(
+        "projections", layer=number, norm=None, channels=ffn, row_map=down("expert_down"), **unfed, **fc2
     )
-    return dataclasses.replace(rows, branches=tuple(f"{prefix}_{branch}" for branch in rows.branches))
+    shared, where = moe.shared_experts, f"{path}.shared_experts"
+    if shared is None:
+        return
+    if type(shared) is not SharedExpertMLP:
+        raise unknown_class(where, shared, "megatron.core's SharedExpertMLP")
+    for name, parallel in (("linear_fc1", "column"), ("linear_fc2", "row")):
+        _require_linear(f"{where}.{name}", getattr(shared, name), parallel)
+    ffn = c.moe_shared_expert_intermediate_size
+    rows = _fc1_rows("shared", ffn, shared.linear_fc1, c)
+    yield LinearSite("mlp", f"{where}.linear_fc1", number, norm, shared.linear_fc1, hidden, rows, **fed)
+    yield LinearSite(
+        "projections",
+        f"{where}.linear_fc2",
+        number,
+        None,
+        shared.linear_fc2,
+        ffn,
+        down("shared_down"),
+        **unfed,
+    )
+    if shared.gate_weight is not None:
+        yield replicated(where, shared, ScaleVecSharedExpertMLP, "shared_expert_gate")
+
+
+def _fc1_rows(
+    prefix: str, ffn_hidden_size: int, linear: torch.nn.Module, model_config
+) -> Callable[[], RowMap]:
+    def row_map() -> RowMap:
+        group = _leaf(linear).group_of(linear)
+        rows = fc1_row_map(
+            ffn_hidden_size=ffn_hidden_size,
+            gated=model_config.gated_linear_unit,
+            tp_rank=group.rank(),
+            tp_size=group.size(),
+        )
+        return dataclasses.replace(rows, branches=tuple(f"{prefix}_{branch}" for branch in rows.branches))
+
+    return row_map
 
 
 def _routed_linears(path: str, experts: torch.nn.Module, name: str, parallel: str) -> list[torch.nn.Module]:

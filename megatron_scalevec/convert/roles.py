@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_scalevec.convert.delta import is_delta_net
 from megatron_scalevec.convert.experts import grouped_leaf_class
+from megatron_scalevec.convert.mamba import is_mamba_mixer
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.layers.linear import leaf_class
 from megatron_scalevec.vectors import role_of
@@ -16,7 +17,10 @@ from megatron_scalevec.vectors import role_of
 __all__ = ["parameter_roles", "plan_roles"]
 
 
-def plan_roles(model: GPTModel, sites) -> list[tuple[torch.nn.Parameter, str]]:
+_STOCK_OF_MIXERS = ("conv1d_bias", "conv1d.bias", "dt_bias", "A_log", "D")
+
+
+def plan_roles(model: torch.nn.Module, sites) -> list[tuple[torch.nn.Parameter, str]]:
     """Roles of every 1-D parameter that the conversion itself does not mark.
 
     Raises:
@@ -39,11 +43,17 @@ def plan_roles(model: GPTModel, sites) -> list[tuple[torch.nn.Parameter, str]]:
             else:
                 mark(site.norm.weight, "stock")
     for module in model.modules():
+        if isinstance(module, Attention):
+            mark(getattr(module.core_attention, "softmax_offset", None), "stock")
         if isinstance(module, SelfAttention):
             for norm in (module.q_layernorm, module.k_layernorm):
                 mark(getattr(norm, "weight", None), "output")
                 mark(getattr(norm, "bias", None), "bias")
-            mark(getattr(module.core_attention, "softmax_offset", None), "stock")
+        elif is_mamba_mixer(module) or is_delta_net(module):
+            # What is no scale: the convolution's bias, the time step's, the state's decay, the skip.
+            for name, param in module.named_parameters():
+                if param.dim() == 1 and name in _STOCK_OF_MIXERS:
+                    mark(param, "stock")
         elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)) or leaf_class(module):
             mark(module.bias, "bias")
         elif isinstance(module, TopKRouter):

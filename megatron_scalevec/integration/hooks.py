@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
@@ -49,7 +50,8 @@ class Hook:
     imported the function by name, per version window; their binding is replaced too. ``required``: with
     an active strategy it must have been called by the time model and optimizer exist; the audit looks at
     what the other hooks have done. ``exists_in``: where it is a part of Megatron that later or earlier
-    versions do not have, those that have it.
+    versions do not have, those that have it. ``elsewhere``: targets that stand in for ``target``, per
+    version window.
     """
 
     name: str
@@ -59,6 +61,14 @@ class Hook:
     by_name: tuple[tuple[str, str], ...] = ()
     required: bool = False
     exists_in: str = ""
+    elsewhere: tuple[tuple[str, str], ...] = ()
+
+    def target_in(self, version: Version) -> str:
+        """The target, or where ``elsewhere`` says it was in a version."""
+        for target, versions in self.elsewhere:
+            if SpecifierSet(versions).contains(version.base_version, prereleases=True):
+                return target
+        return self.target
 
 
 _patches = PatchSet()
@@ -206,7 +216,7 @@ def _land(hook: Hook, new: Session) -> None:
             f"{new.version}; the run was stopped before it started. Use a version in that window."
         )
     try:
-        owner, attribute = resolve(hook.target)
+        owner, attribute = resolve(hook.target_in(new.version))
     except (ImportError, AttributeError) as error:
         raise ScaleVecError(
             f"the hook on {hook.target} cannot land in megatron-core {new.version}: {error}. The run was "
@@ -298,6 +308,13 @@ HOOKS: tuple[Hook, ...] = (
         _ALL,
         model_hooks.gpt_model,
         required=True,
+    ),
+    Hook(
+        "hybrid model",
+        "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
+        _ALL,
+        model_hooks.hybrid_model,
+        elsewhere=(("megatron.core.models.mamba.mamba_model:MambaModel.__init__", _TO_0_17),),
     ),
     Hook(
         "decay overrides",

@@ -13,7 +13,7 @@ import torch
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.integration.session import Session, say
 
-__all__ = ["gpt_model", "group_ranges", "optimizer", "overrides", "setup"]
+__all__ = ["gpt_model", "group_ranges", "hybrid_model", "optimizer", "overrides", "setup"]
 
 
 def gpt_model(current: Session, original):
@@ -25,6 +25,17 @@ def gpt_model(current: Session, original):
             # A layer spec may have brought the same strategy.
             if applied_config(self) != current.config:
                 apply_scale_vectors(self, current.config)
+
+    return init
+
+
+def hybrid_model(current: Session, original):
+    """The other kind of model that a run may build instead."""
+    convert = gpt_model(current, original)
+
+    def init(self, *args, **kwargs):
+        current.called.add("model")
+        convert(self, *args, **kwargs)
 
     return init
 
@@ -98,14 +109,22 @@ def _audit(current: Session, model: Any, optimizer: Any) -> None:
         where = ", ".join(missing)
         raise ScaleVecError(
             f"--scalevec-strategy {current.config.strategy}: the hook on {where} did not take part in "
-            f"building the model (megatron-core {current.version}), so the strategy cannot be in it; the "
-            "run was stopped before training."
+            f"building the model (megatron-core {current.version}), so the strategy cannot be in it: a "
+            f"{_kind(model)} was built, and scale vectors are built on GPTModel and hybrid models; the run "
+            "was stopped before training."
         )
     current.audit = audit(model, optimizer, config=current.config, reason=current.execution_reason)
     if torch.distributed.get_rank() == 0:
         print(current.audit.table(), flush=True)
         for file in current.audit_files:
             current.audit.write(file)
+
+
+def _kind(model: Any) -> str:
+    from megatron.core.utils import unwrap_model
+
+    chunk = model[0] if isinstance(model, (list, tuple)) else model
+    return type(unwrap_model(chunk)).__name__
 
 
 def _remove_stale_audit(current: Session) -> None:

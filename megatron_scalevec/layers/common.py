@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron_scalevec.vectors import vector_info
 
 __all__ = [
     "Folded",
+    "is_exactly",
     "is_transformer_engine",
     "mixed_class",
     "sharded_vectors",
@@ -28,6 +30,10 @@ class Folded:
     def scaled_weights(self) -> list[torch.nn.Parameter]:
         """The raw weights, one for each map; W_eff has their shapes and dtypes."""
         return [self.weight]
+
+    def folded_weights(self) -> list[torch.Tensor]:
+        """W_eff of each of them, differentiable."""
+        return [self.folded_weight()]
 
 
 def sum_gradient_over_tensor_parallel(vectors: torch.Tensor, group) -> torch.Tensor:
@@ -44,6 +50,15 @@ def is_transformer_engine(module: torch.nn.Module | type) -> bool:
     """Whether a module is TransformerEngine's, or Megatron's subclass of one. Imports nothing."""
     cls = module if isinstance(module, type) else type(module)
     return any(base.__module__.startswith("transformer_engine.") for base in cls.__mro__)
+
+
+def is_exactly(module: torch.nn.Module, home: str, name: str) -> bool:
+    """Whether a module's class is ``name`` of Megatron's module ``home``. Imports nothing.
+
+    Some of Megatron's modules cannot be imported without Triton. Where one of their classes is at hand, they
+    have been.
+    """
+    return type(module) is getattr(sys.modules.get(home), name, None)
 
 
 def sharded_vectors(
@@ -68,7 +83,5 @@ def mixed_class(mixin: type, base: type) -> type:
     name = f"ScaleVec{'TE' if is_transformer_engine(base) else ''}{base.__name__}"
     made = type(name, (mixin, base), {"__module__": mixin.__module__, "__qualname__": name})
     # Pickle and copy.deepcopy look classes up where they say they live.
-    import sys
-
     setattr(sys.modules[mixin.__module__], name, made)
     return made

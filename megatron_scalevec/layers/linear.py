@@ -23,6 +23,7 @@ __all__ = [
     "add_vectors",
     "gamma_name",
     "leaf_class",
+    "sharding_of",
     "unsharded_sizes",
 ]
 
@@ -50,7 +51,8 @@ def add_vectors(
     """Register the vectors of one map on ``owner``; arguments as of :meth:`FoldedLinear.convert`.
 
     Args:
-        holder: Whether tensor-parallel ranks share the weight or all hold it whole.
+        holder: Whether tensor-parallel ranks share the weight or all hold it whole. In that case Megatron
+            sums the weight's gradient where the ranks see different tokens, and is told to sum theirs.
         like: As :func:`~megatron_scalevec.vectors.add_vector` takes it.
         rename: From :func:`gamma_name` to the name on the owner, where it holds those of several maps.
     """
@@ -59,11 +61,15 @@ def add_vectors(
         info = VectorInfo(site, branch, side, layer, holder, reparam)
         add_vector(owner, rename(gamma_name(side, branch)), initial, info, "input", like=like, dtype=dtype)
 
+    before = set(owner._parameters)
     for branch in in_branches:
         add(branch, "in", initial_gamma_in)
     for branch, size in zip(row_map.branches, row_map.sizes):
         if branch in out_branches:
             add(branch, "out", torch.ones(size))
+    if holder == "replicated":
+        for name in owner._parameters.keys() - before:
+            owner._parameters[name].sequence_parallel = bool(getattr(like, "sequence_parallel", False))
 
 
 class FoldedLinear(common.Folded):
@@ -75,10 +81,11 @@ class FoldedLinear(common.Folded):
 
     Class attributes describe the linear: along which axis tensor-parallel ranks share the weight, the
     prefix of a fused norm's parameters (empty where none is fused), and the flag that lets the backward
-    pass add to the weight's ``main_grad`` by itself.
+    pass add to the weight's ``main_grad`` by itself. Of a ``replicated`` weight each rank has the whole, and
+    Megatron sums its gradient where the ranks see different tokens; the same then holds for its vectors.
     """
 
-    parallel: ClassVar[Literal["column", "row"]]
+    parallel: ClassVar[Literal["column", "row", "replicated"]]
     fused_norm: ClassVar[str] = ""
     main_grad_flag: ClassVar[str] = "gradient_accumulation_fusion"
     scalevec_borrows = False  # set where another module owns the vectors and lends them in its forward
@@ -196,9 +203,10 @@ class FoldedLinear(common.Folded):
             tp_group=group,
         )
 
-    @staticmethod
-    def _add_own(linear: torch.nn.Module, row_map: RowMap, **what: Any) -> None:
-        add_vectors(linear, row_map, like=linear.weight, **what)
+    @classmethod
+    def _add_own(cls, linear: torch.nn.Module, row_map: RowMap, **what: Any) -> None:
+        holder = "replicated" if cls.parallel == "replicated" else "linear"
+        add_vectors(linear, row_map, like=linear.weight, holder=holder, **what)
 
     def lend(self, gammas: Mapping[str, torch.Tensor] | None) -> None:
         """Hand in the vectors of a linear that borrows them, for the forward passes to come.
@@ -220,9 +228,11 @@ class FoldedLinear(common.Folded):
                 )
             return lent
         vectors = [compose_vector(self, name) for name in stored]
-        # One reduction for all vectors of the linear.
-        summed = common.sum_gradient_over_tensor_parallel(torch.cat(vectors), self.group_of(self))
-        return dict(zip(names, summed.split([vector.numel() for vector in vectors])))
+        joined = torch.cat(vectors)
+        if self.parallel != "replicated":
+            # One reduction for all vectors of the linear.
+            joined = common.sum_gradient_over_tensor_parallel(joined, self.group_of(self))
+        return dict(zip(names, joined.split([vector.numel() for vector in vectors])))
 
     def folded_weight(self) -> torch.Tensor:
         """W_eff of this rank, shaped as the weight; see :func:`megatron_scalevec.fold.fold_weight`."""
@@ -232,6 +242,10 @@ class FoldedLinear(common.Folded):
     def vector_names(self) -> list[str]:
         """:func:`gamma_name` of the vectors that W_eff is formed with."""
         return [name for name, _ in (*self.scalevec_in, *self.scalevec_out) if name is not None]
+
+    def input_vectors(self) -> list[str | None]:
+        """Names of the input scales, one per branch or one for all; None where a branch has none."""
+        return [name for name, _ in self.scalevec_in]
 
     def _fold(self, weight: torch.Tensor, gammas: Mapping[str, torch.Tensor]) -> torch.Tensor:
         gamma_in = self._joined(self.scalevec_in, gammas)
@@ -302,7 +316,9 @@ LEAVES: dict[type, type[FoldedLinear]] = {
 
 
 def leaf_class(linear: torch.nn.Module) -> type[FoldedLinear] | None:
-    """Our class for a linear, None where there is none. Subclasses count as unknown."""
+    """Our class for a linear, converted or not; None where there is none. Subclasses count as unknown."""
+    if isinstance(linear, FoldedLinear):
+        return type(linear)
     if common.is_transformer_engine(linear):
         # Here and not above: TransformerEngine is there only where a model is made of it.
         from megatron_scalevec.layers import te
@@ -311,9 +327,17 @@ def leaf_class(linear: torch.nn.Module) -> type[FoldedLinear] | None:
     return LEAVES.get(type(linear))
 
 
+def sharding_of(linear: torch.nn.Module) -> tuple[int, int]:
+    """(rank, number of ranks) that share the weight of a linear that :func:`leaf_class` knows."""
+    leaf = leaf_class(linear)
+    if leaf.parallel == "replicated":
+        return 0, 1
+    group = leaf.group_of(linear)
+    return group.rank(), group.size()
+
+
 def unsharded_sizes(linear: torch.nn.Module) -> tuple[int, int]:
     """(rows, columns) of the whole weight of a linear that :func:`leaf_class` knows."""
-    leaf = leaf_class(linear)
     rows, columns = linear.weight.shape
-    ranks = leaf.group_of(linear).size()
-    return (rows * ranks, columns) if leaf.parallel == "column" else (rows, columns * ranks)
+    _, ranks = sharding_of(linear)
+    return (rows, columns * ranks) if leaf_class(linear).parallel == "row" else (rows * ranks, columns)

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron_scalevec.fold import fold_weight, whole_row_map
 from megatron_scalevec.layers import common
 from megatron_scalevec.layers.linear import add_vectors, gamma_name
-from megatron_scalevec.vectors import compose_vector, keep_dtype, vector_info
+from megatron_scalevec.vectors import compose_vector, keep_dtype
 
 __all__ = ["FoldedReplicated", "ScaleVecSharedExpertMLP", "ScaleVecTopKRouter"]
 
@@ -80,9 +80,10 @@ class FoldedReplicated(common.Folded):
             like=weight,
             holder="replicated",
         )
-        for parameter in module.parameters(recurse=False):
-            if vector_info(parameter) is not None:
-                parameter.sequence_parallel = bool(getattr(weight, "sequence_parallel", False))
+
+    def input_vectors(self) -> list[str | None]:
+        """As of :meth:`megatron_scalevec.layers.linear.FoldedLinear.input_vectors`."""
+        return [self._scalevec_gammas[0]]
 
     def folded_weight(self) -> torch.Tensor:
         """W_eff, shaped as the weight."""

@@ -23,6 +23,7 @@ import torch
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelLinear,
     TELayerNormColumnParallelLinear,
+    TELinear,
     TENorm,
     TERowParallelLinear,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "HidesVectors",
     "ScaleVecTEColumnParallelLinear",
     "ScaleVecTELayerNormColumnParallelLinear",
+    "ScaleVecTELinear",
     "ScaleVecTERowParallelLinear",
     "ScaledTENorm",
     "build_norm",
@@ -135,7 +137,7 @@ class HidesVectors:
 
 
 class _TEFolded(HidesVectors, FoldedLinear):
-    """What the three linears have in common."""
+    """What the linears have in common."""
 
     # TransformerEngine would also keep a weak reference to the weight object, and W_eff lives for one
     # forward pass.
@@ -193,9 +195,16 @@ class ScaleVecTERowParallelLinear(_TEFolded, TERowParallelLinear):
     parallel = "row"
 
 
+class ScaleVecTELinear(_TEFolded, TELinear):
+    """``TELinear`` in its duplicated form: every tensor-parallel rank holds the whole weight."""
+
+    parallel = "replicated"
+
+
 LEAVES: dict[type, type[FoldedLinear]] = {
     TELayerNormColumnParallelLinear: ScaleVecTELayerNormColumnParallelLinear,
     TEColumnParallelLinear: ScaleVecTEColumnParallelLinear,
+    TELinear: ScaleVecTELinear,
     TERowParallelLinear: ScaleVecTERowParallelLinear,
 }
 """Megatron's TransformerEngine classes to ours."""

@@ -52,6 +52,27 @@ _MODELS = {
     "one-group": """--group-query-attention --num-query-groups 1 --swiglu --normalization RMSNorm
         --disable-bias-linear --position-embedding-type rope
         --untie-embeddings-and-output-weights""".split(),
+    # As DeepSeek's: latent attention with norms on the latents, and multi-token prediction.
+    "deepseek": """--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8
+        --qk-pos-emb-head-dim 6 --v-head-dim 4 --qk-layernorm --rope-type rope --mtp-num-layers 1 --swiglu
+        --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+        --untie-embeddings-and-output-weights""".split(),
+    # As DeepSeek-V3: that, with a dense first layer, shared experts, sigmoid scores and balance by a bias.
+    "deepseek-v3": """--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8
+        --qk-pos-emb-head-dim 6 --v-head-dim 4 --qk-layernorm --rope-type rope --mtp-num-layers 1 --swiglu
+        --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+        --untie-embeddings-and-output-weights
+        --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-layer-freq [0,1,1,1]
+        --moe-shared-expert-intermediate-size 32
+        --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+        --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall
+        --moe-router-dtype fp32""".split(),
+    # Attention, MLP, Mamba layers and gated delta nets; the pattern comes with the layout.
+    "hybrid": """--spec ranks.own_specs hybrid --mamba-state-dim 4 --mamba-head-dim 8 --mamba-num-groups 2
+        --linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 6
+        --linear-num-key-heads 2 --linear-num-value-heads 4
+        --group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear
+        --position-embedding-type rope --untie-embeddings-and-output-weights""".split(),
 }
 
 LAYOUTS = {

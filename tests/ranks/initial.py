@@ -26,6 +26,9 @@ def fill_by_name(model: torch.nn.Module, tp_rank: int, tp_size: int) -> None:
         for name, module in model.named_modules()
         if hasattr(module, "local_expert_indices")
     }
+    for module in model.modules():
+        if type(module).__name__ == "GatedDeltaNet":
+            _say_how_blocks_are_shared(module)
     for name, param in model.named_parameters():
         if param.requires_grad:
             key = name
@@ -61,6 +64,13 @@ def _place_among_experts() -> tuple[int, int]:
     return state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()
 
 
+def _say_how_blocks_are_shared(mixer: torch.nn.Module) -> None:
+    """As Megatron does for Mamba: each rank holds a share of each block of a weight's rows."""
+    qk, v, heads = mixer.qk_dim_local_tp, mixer.v_dim_local_tp, mixer.num_value_heads // mixer.tp_size
+    mixer.in_proj.weight.partition_sizes = [qk, qk, v, v, heads, heads]
+    mixer.conv1d.weight.partition_sizes = [qk, qk, v]
+
+
 def _value(key: str, param: torch.nn.Parameter, tp_rank: int, tp_size: int) -> torch.Tensor:
     dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
     if dim == -1:  # held whole by every rank, and only counted by every rank
@@ -78,6 +88,10 @@ def _value(key: str, param: torch.nn.Parameter, tp_rank: int, tp_size: int) -> t
         full = 1 + 0.1 * noise
     if dim is None:
         return full
+    sizes = getattr(param, "partition_sizes", None)
+    if sizes is not None:  # Mamba: every rank holds its share of each of several blocks
+        blocks = full.split([size * tp_size for size in sizes], dim=dim)
+        return torch.cat([block.chunk(tp_size, dim=dim)[tp_rank] for block in blocks], dim=dim)
     # Stride 2: every rank holds a share of the first half (gate), then its share of the second (up).
     halves = full.chunk(getattr(param, "partition_stride", 1), dim=dim)
     return torch.cat([half.chunk(tp_size, dim=dim)[tp_rank] for half in halves], dim=dim)

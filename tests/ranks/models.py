@@ -30,12 +30,36 @@ EXPERTS = {
         "moe_shared_expert_gate": True,
         "moe_layer_freq": [0, 1],
     },
+    # As DeepSeek-V3: latent attention, a dense first layer, a shared expert, sigmoid scores and a bias for
+    # the choice.
+    "deepseek": {
+        "kind": "mla",
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 24,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_topk_scaling_factor": 1.5,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_layer_freq": [0, 1],
+    },
 }
-"""Overrides of :func:`build_gpt` for small models with experts. The router computes in float64."""
+"""Arguments of :func:`build_gpt` for small models with experts. The router computes in float64."""
 for _overrides in EXPERTS.values():
     _overrides.update(moe_router_dtype="fp64", moe_token_dispatcher_type="alltoall")
 
 SIZES = {"heads": 4, "head_dim": 8, "hidden": 32, "ffn": 48, "vocabulary": 64, "sequence": 16}
+
+# Multi-latent attention; no two sizes are equal, and two ranks cut the down-projections inside a branch.
+LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 6,
+    "v_head_dim": 4,
+    "rope_type": "rope",
+    "qk_layernorm": True,
+}
 
 
 def initialize_parallel(**sizes: int) -> None:
@@ -64,33 +88,14 @@ class ZeroCenteredNorm(torch.nn.Module):
         return torch.nn.functional.layer_norm(x, size, self.weight + 1, self.bias, self.eps)
 
 
-def build_gpt(
-    kind: str = "llama",
-    dtype: torch.dtype = torch.float64,
-    implementation: str = "local",
-    norm_class: type | None = None,
-    spec=None,
-    **overrides,
-):
-    """A GPT: ``llama``, ``gpt2``, ``qk-norm`` or ``one-group``.
-
-    ``implementation``: Megatron's name for the layers. ``norm_class``: for all norms of local layers.
-    ``spec``: another layer spec.
-    ``overrides`` go into the TransformerConfig (``num_moe_experts`` brings experts, see :data:`EXPERTS`);
-    ``layernorm_zero_centered_gamma`` brings norms of its own
-    to local layers, ``mtp_num_layers`` a multi-token-prediction block.
-    """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
+def settings_of(kind: str, dtype: torch.dtype) -> dict:
+    """Megatron's configuration of a kind of model."""
     modern = kind != "gpt2"
-    settings = {
+    return {
         "num_layers": 2,
         "hidden_size": SIZES["hidden"],
         "num_attention_heads": SIZES["heads"],
-        "num_query_groups": {"gpt2": SIZES["heads"], "one-group": 1}.get(kind, 2),
+        "num_query_groups": {"gpt2": SIZES["heads"], "mla": SIZES["heads"], "one-group": 1}.get(kind, 2),
         "ffn_hidden_size": SIZES["ffn"],
         "normalization": "RMSNorm" if modern else "LayerNorm",
         "gated_linear_unit": modern,
@@ -107,9 +112,33 @@ def build_gpt(
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
-        **overrides,
+        **(LATENT if kind == "mla" else {}),
     }
-    config = TransformerConfig(**settings)
+
+
+def build_gpt(
+    kind: str = "llama",
+    dtype: torch.dtype = torch.float64,
+    implementation: str = "local",
+    norm_class: type | None = None,
+    spec=None,
+    **overrides,
+):
+    """A GPT: ``llama``, ``gpt2``, ``qk-norm``, ``one-group`` or ``mla``.
+
+    ``implementation``: Megatron's name for the layers. ``norm_class``: for all norms of local layers.
+    ``spec``: another layer spec.
+    ``overrides`` go into the TransformerConfig; ``layernorm_zero_centered_gamma`` brings norms of its own
+    to local layers, ``mtp_num_layers`` a multi-token-prediction block.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    modern, latent = kind != "gpt2", kind == "mla"
+    settings = {**settings_of(kind, dtype), **overrides}
+    config = (MLATransformerConfig if latent else TransformerConfig)(**settings)
     if spec is not None:
         pass
     elif config.num_moe_experts:
@@ -117,7 +146,11 @@ def build_gpt(
     elif implementation == "transformer_engine":
         spec = _transformer_engine_spec(config)
     else:
-        spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=latent,
+            normalization=config.normalization,
+        )
     mtp = None
     if config.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, spec, implementation == "transformer_engine")
@@ -128,7 +161,8 @@ def build_gpt(
         spec.submodules.pre_mlp_layernorm = norm_class
         if config.qk_layernorm:
             inner = spec.submodules.self_attention.submodules
-            inner.q_layernorm = inner.k_layernorm = norm_class
+            inner.q_layernorm = norm_class
+            setattr(inner, "kv_layernorm" if latent else "k_layernorm", norm_class)
         spec = TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=norm_class)
     model = GPTModel(
         config=config,
@@ -161,7 +195,12 @@ def _transformer_engine_spec(config):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    fusion = {"mla_down_proj_fusion": True} if getattr(config, "mla_down_proj_fusion", False) else {}
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        **fusion,
+    )
     spec.submodules.self_attention.submodules.core_attention = DotProductAttention
     return spec
 
@@ -211,6 +250,7 @@ def reference_of(model):
             for b in names
         }
 
+    latent = bool(c.multi_latent_attention)
     gated_output = bool(getattr(c, "attention_output_gate", False))
     queries = (c.num_attention_heads // groups) * head_dim
     blocks = {"q": queries, "output_gate": queries, "k": head_dim, "v": head_dim}
@@ -275,18 +315,53 @@ def reference_of(model):
             )
         return found
 
+    def in_heads(heads, sizes):
+        """Each head's branches one after the other."""
+
+        def rows(tensor, branch):
+            parts = tensor.view(heads, sum(sizes.values()), *tensor.shape[1:]).split(list(sizes.values()), 1)
+            return parts[list(sizes).index(branch)].flatten(0, 1)
+
+        return rows
+
+    def grouped_attention(path):
+        return {
+            **branches(f"{path}.linear_qkv", blocks, qkv_rows),
+            "head_norms": {b: norm(f"{path}.{b}_layernorm") for b in ("q", "k", "v")},
+        }
+
+    def latent_attention(path):
+        down = {"kv_down": c.kv_lora_rank, "k_rope": c.qk_pos_emb_head_dim}
+        up = {"k_up": c.qk_head_dim, "v_up": c.v_head_dim}
+        of_queries = {"q": "linear_q_proj"}
+        if c.q_lora_rank:
+            of_queries = {"q_down": "linear_q_down_proj", "q_up": "linear_q_up_proj"}
+        found = {}
+        for name, linear in of_queries.items():
+            if f"{path}.{linear}.weight" in leaves:
+                found.update(branches(f"{path}.{linear}", (name,), lambda t, b: t))
+        if f"{path}.linear_qkv_down_proj.weight" in leaves:
+            all_down = {"q_down": c.q_lora_rank, **down}
+            found.update(branches(f"{path}.linear_qkv_down_proj", all_down, in_heads(1, all_down)))
+        else:
+            found.update(branches(f"{path}.linear_kv_down_proj", down, in_heads(1, down)))
+        found.update(branches(f"{path}.linear_kv_up_proj", up, in_heads(c.num_attention_heads, up)))
+        norms = {b: norm(f"{path}.{b}_layernorm", f"{path}.linear_{b}_up_proj") for b in ("q", "kv")}
+        return {**found, "latent_norms": norms}
+
     layers = []
     for index in range(c.num_layers):
         path = f"decoder.layers.{index}"
         with_experts = f"{path}.mlp.router.weight" in leaves
+        attention = f"{path}.self_attention"
+        fused = "linear_qkv_down_proj" if latent else "linear_qkv"
         layers.append(
             {
-                "attention_norm": norm(f"{path}.input_layernorm", f"{path}.self_attention.linear_qkv"),
+                "attention_norm": norm(f"{path}.input_layernorm", f"{attention}.{fused}"),
                 "mlp_norm": norm(f"{path}.pre_mlp_layernorm", f"{path}.mlp.linear_fc1"),
-                **branches(f"{path}.self_attention.linear_qkv", blocks, qkv_rows),
-                **branches(f"{path}.self_attention.linear_proj", ("o",), lambda t, b: t),
+                **(latent_attention if latent else grouped_attention)(attention),
+                **branches(f"{attention}.linear_proj", ("o",), lambda t, b: t),
                 **(experts(f"{path}.mlp") if with_experts else dense(f"{path}.mlp")),
-                "head_norms": {b: norm(f"{path}.self_attention.{b}_layernorm") for b in ("q", "k", "v")},
             }
         )
     embedding = leaf("embedding.word_embeddings.weight")
@@ -306,6 +381,7 @@ def reference_of(model):
         head_dim=head_dim,
         gated=c.gated_linear_unit,
         rope=params["position"] is None,
+        rope_dim=c.qk_pos_emb_head_dim if latent else 0,
         routing=Routing(
             chosen=c.moe_router_topk,
             score=c.moe_router_score_function,

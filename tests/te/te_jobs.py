@@ -36,6 +36,35 @@ def round_trips(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]
     )
 
 
+def gradients(sabotage: str | None = None, **given: Any) -> dict[str, Any]:
+    """As the job of that name, on TransformerEngine's layers.
+
+    ``sabotage``: ``summed-twice`` (vectors of a weight that every rank holds whole are summed as those of a
+    shared one are), ``not-summed`` (the mark that makes Megatron sum them is missing).
+    """
+    from megatron_scalevec.layers import te
+
+    if sabotage == "summed-twice":
+        whole = te.ScaleVecTELinear.folded_weight
+
+        def folded_weight(self):
+            self.__dict__["parallel"] = "column"
+            return whole(self)
+
+        te.ScaleVecTELinear.folded_weight = folded_weight
+    elif sabotage == "not-summed":
+        convert = te.ScaleVecTELinear.convert.__func__
+
+        def unmarked(cls, linear, *args, **kwargs):
+            convert(cls, linear, *args, **kwargs)
+            for name, parameter in linear.named_parameters():
+                if "gamma" in name:
+                    parameter.sequence_parallel = False
+
+        te.ScaleVecTELinear.convert = classmethod(unmarked)
+    return jobs.gradients(implementation=TE, **given)
+
+
 def _build(kind: str = "llama", dtype: torch.dtype = torch.float64, implementation: str = TE, **overrides):
     from ranks.models import build_gpt
 
@@ -48,9 +77,12 @@ def _convert(model, **config: Any) -> None:
     apply_scale_vectors(model, ScaleVecConfig(**config))
 
 
-def _stock_name(name: str) -> str:
+def _stock_name(name: str, latent: bool) -> str:
     """A local model's parameter name as TransformerEngine's layers have it."""
     name = name_of_expert(name, 0)
+    if latent:
+        for which in ("q", "kv"):
+            name = name.replace(f".{which}_layernorm.", f".linear_{which}_up_proj.layer_norm_")
     name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
     return name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 
@@ -94,7 +126,7 @@ def describe(
             assert parameter.device.type == device or "layers" not in name, name
             info = vector_info(parameter)
             attributes = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce")
-            parameters[_stock_name(name)] = {
+            parameters[_stock_name(name, kind == "mla")] = {
                 "shape": tuple(parameter.shape),
                 "trains": parameter.requires_grad,
                 "role": roles.get(name),
@@ -242,6 +274,21 @@ def refused(case: str) -> dict[str, Any]:
         except RuntimeError as error:
             return {"error": str(error), "unchanged": True}
     return {"error": "", "unchanged": False}
+
+
+def fused_down_projection() -> str:
+    """Convert latent attention with one down-projection on all ranks; what is said."""
+    from ranks.models import initialize_parallel
+
+    from megatron_scalevec import ScaleVecError
+
+    initialize_parallel(tensor_model_parallel_size=2)
+    model = _build("mla", mla_down_proj_fusion=True, tensor_model_parallel_size=2)
+    try:
+        _convert(model, strategy="hg")
+    except ScaleVecError as error:
+        return str(error)
+    return ""
 
 
 def classes_by_name() -> bool:

@@ -9,7 +9,14 @@ import torch
 
 from ranks.jobs.building import _converted
 
-__all__ = ["audit_broken", "audit_table", "explain_command", "explain_line", "write_audit"]
+__all__ = [
+    "audit_broken",
+    "audit_record",
+    "audit_table",
+    "explain_command",
+    "explain_line",
+    "write_audit",
+]
 
 
 def audit_broken(breakage: str | None) -> dict[str, Any]:
@@ -61,6 +68,24 @@ def audit_table(config: dict[str, Any]) -> str:
     from megatron_scalevec.audit import audit
 
     return audit(_converted(config)).table()
+
+
+def audit_record(config: dict[str, Any], kind: str, **overrides: Any) -> dict[str, Any]:
+    """The audit of a converted model, as a dict, and the ``roles`` of its trainable 1-D parameters."""
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from megatron_scalevec.audit import audit
+    from megatron_scalevec.convert import parameter_roles
+    from ranks.hybrids import BUILDERS
+    from ranks.models import build_gpt, initialize_parallel
+
+    initialize_parallel()
+    if kind in BUILDERS:
+        model = BUILDERS[kind](dtype=torch.float32, **overrides)
+    else:
+        model = build_gpt(kind, torch.float32, **overrides)
+    apply_scale_vectors(model, ScaleVecConfig(**config))
+    roles = parameter_roles(model)
+    return {"roles": roles} | json.loads(audit(model).to_json())
 
 
 def write_audit(path: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ __all__ = [
     "convert_trained",
     "dtypes",
     "fold_by_hand",
+    "latent_refused",
     "linear_in_bfloat16",
 ]
 
@@ -165,6 +166,29 @@ def convert_refused(case: str, config: dict[str, Any] | None = None) -> dict[str
     state = _state(model)
     try:
         apply_scale_vectors(model, ScaleVecConfig(**(config or {"strategy": "hg"})))
+    except ScaleVecError as error:
+        return {"error": str(error), "unchanged": _same(state, _state(model))}
+    return {"error": "", "unchanged": False}
+
+
+def latent_refused(case: str) -> dict[str, Any]:
+    """As :func:`convert_refused`, on a model with latent attention."""
+    from megatron_scalevec import ScaleVecConfig, ScaleVecError, apply_scale_vectors
+    from ranks.models import build_gpt, initialize_parallel
+
+    initialize_parallel()
+    model = build_gpt("mla")
+    attention = model.decoder.layers[-1].self_attention
+    if case == "cached latents":
+        attention.config.cache_mla_latents = True
+    elif case == "subclass":
+        attention.__class__ = type("Other", (type(attention),), {})
+    else:
+        linear = attention.linear_kv_down_proj
+        linear.__class__ = type("Other", (type(linear),), {})
+    state = _state(model)
+    try:
+        apply_scale_vectors(model, ScaleVecConfig(strategy="hg"))
     except ScaleVecError as error:
         return {"error": str(error), "unchanged": _same(state, _state(model))}
     return {"error": "", "unchanged": False}

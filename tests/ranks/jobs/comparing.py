@@ -43,7 +43,7 @@ def _compare(
     from megatron_scalevec.audit import audit
     from ranks.models import EXPERTS, SIZES, build_gpt, reference_of
 
-    model = build_gpt(kind, dtype, **{**EXPERTS.get(experts, {}), **(overrides or {})})
+    model = build_gpt(**{"kind": kind, "dtype": dtype, **EXPERTS.get(experts, {}), **(overrides or {})})
     tokens = torch.randint(
         SIZES["vocabulary"], (SIZES["sequence"],), generator=torch.Generator().manual_seed(3)
     )
@@ -119,12 +119,20 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-def gradients(config: dict[str, Any], kind: str, **sizes: Any) -> dict[str, Any]:
+def gradients(
+    config: dict[str, Any],
+    kind: str,
+    sabotage: str | None = None,
+    implementation: str = "local",
+    **sizes: Any,
+) -> dict[str, Any]:
     """One forward and backward pass through megatron.core alone: loss and reduced gradients.
 
     Args:
         config: The strategy.
-        kind: Of model.
+        kind: Of model; also those of ``ranks.hybrids``.
+        sabotage: Name of a function in ``sabotage.SABOTAGE`` that breaks something on purpose.
+        implementation: Megatron's name for the layers.
         sizes: Of Megatron's groups; ``sequence_parallel`` goes to the model.
 
     Returns:
@@ -135,11 +143,20 @@ def gradients(config: dict[str, Any], kind: str, **sizes: Any) -> dict[str, Any]
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from megatron_scalevec.patching import PatchSet
+    from ranks.hybrids import BUILDERS
+    from ranks.jobs.sabotage import SABOTAGE
     from ranks.models import SIZES, build_gpt, initialize_parallel
 
+    if sabotage:
+        SABOTAGE[sabotage](PatchSet())
     sequence_parallel = sizes.pop("sequence_parallel", False)
     initialize_parallel(**sizes)
-    model = build_gpt(kind, sequence_parallel=sequence_parallel, **sizes)
+    given = {"sequence_parallel": sequence_parallel, **sizes}
+    if kind in BUILDERS:
+        model = BUILDERS[kind](**given)
+    else:
+        model = build_gpt(kind, implementation=implementation, **given)
     apply_scale_vectors(model, ScaleVecConfig(**config))
     fill_by_name(
         model,

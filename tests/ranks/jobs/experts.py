@@ -59,7 +59,7 @@ def expert_gradients(
     sequence_parallel = sizes.pop("sequence_parallel", False)
     initialize_parallel(**sizes)
     model = build_gpt(
-        "llama", sequence_parallel=sequence_parallel, **{**EXPERTS[experts], **(overrides or {}), **sizes}
+        sequence_parallel=sequence_parallel, **{**EXPERTS[experts], **(overrides or {}), **sizes}
     )
     strategy = ScaleVecConfig(**config)
     apply_scale_vectors(model, strategy)
@@ -146,7 +146,7 @@ def expert_audit(
     from ranks.models import EXPERTS, build_gpt, initialize_parallel
 
     initialize_parallel()
-    model = build_gpt("llama", torch.float32, **{**EXPERTS[experts], **(overrides or {})})
+    model = build_gpt(dtype=torch.float32, **{**EXPERTS[experts], **(overrides or {})})
     apply_scale_vectors(model, ScaleVecConfig(**config))
     return json.loads(audit(model).to_json())
 
@@ -158,7 +158,7 @@ def expert_dtypes(config: dict[str, Any]) -> dict[str, set[str]]:
     from ranks.models import EXPERTS, build_gpt, initialize_parallel
 
     initialize_parallel()
-    model = build_gpt("llama", torch.float32, **EXPERTS["shared"])
+    model = build_gpt(dtype=torch.float32, **EXPERTS["shared"])
     apply_scale_vectors(model, ScaleVecConfig(**config))
     model.bfloat16()
     found: dict[str, set[str]] = {"vectors": set(), "others": set()}
@@ -174,7 +174,7 @@ def experts_refused(case: str) -> dict[str, Any]:
     from ranks.models import EXPERTS, build_gpt, initialize_parallel
 
     initialize_parallel()
-    model = build_gpt("llama", torch.float32, **EXPERTS["shared"])
+    model = build_gpt(dtype=torch.float32, **EXPERTS["shared"])
     moe = model.decoder.layers[-1].mlp
     parts = {
         "router": moe.router,

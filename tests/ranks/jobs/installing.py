@@ -15,8 +15,10 @@ def _hook_bindings() -> dict[str, Any]:
     from megatron_scalevec.patching import resolve
 
     found = {}
+    from megatron_scalevec.versions import megatron_version
+
     for hook in hooks.HOOKS:
-        owner, attribute = resolve(hook.target)
+        owner, attribute = resolve(hook.target_in(megatron_version()))
         found[hook.target] = getattr(owner, attribute)
         for module, _ in hook.by_name:
             other = sys.modules.get(module)

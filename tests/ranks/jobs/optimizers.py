@@ -35,7 +35,7 @@ def _build(
     from ranks.models import build_gpt
 
     strategy_config = ScaleVecConfig(**strategy)
-    model = build_gpt(kind, dtype, **(model_overrides or {}))
+    model = build_gpt(**{"kind": kind, "dtype": dtype, **(model_overrides or {})})
     if strategy_config.active:
         apply_scale_vectors(model, strategy_config)
     distributed = bool(settings.get("use_distributed_optimizer"))

@@ -82,7 +82,7 @@ def _forget_expert(patches) -> None:
 
         return converted
 
-    patches.wrap(experts.RoutedMap, "convert", without)
+    patches.wrap(experts.RoutedSite, "convert", without)
 
 
 def _forget_mtp(patches) -> None:
@@ -97,6 +97,49 @@ def _forget_mtp(patches) -> None:
         return _layer_sites
 
     patches.wrap(sites, "_layer_sites", without)
+    everything = lambda model, found: [(p, "stock") for p in model.parameters() if p.dim() == 1]  # noqa: E731
+    patches.set(convert, "plan_roles", everything)
+
+
+def _leave_rope_key(patches) -> None:
+    """The rotary part of the key keeps what Megatron gives it: the gradient of this rank's heads."""
+    from megatron_scalevec import convert
+
+    patches.set(convert, "complete_rope_keys", lambda model: None)
+
+
+def _wrong_latent_row_map(patches) -> None:
+    """Every rank takes itself for the first one, in latent attention."""
+    from megatron_scalevec.convert import latent
+
+    patches.wrap(
+        latent,
+        "interleaved_row_map",
+        lambda right: (
+            lambda groups, blocks, tp_rank, tp_size: right(groups, blocks, tp_rank=0, tp_size=tp_size)
+        ),
+    )
+
+
+def _wrong_mamba_row_map(patches) -> None:
+    """Every rank takes itself for the first one, in Mamba's in-projection."""
+    from megatron_scalevec.convert import mamba
+
+    patches.wrap(
+        mamba,
+        "interleaved_row_map",
+        lambda right: (
+            lambda groups, blocks, tp_rank, tp_size: right(groups, blocks, tp_rank=0, tp_size=tp_size)
+        ),
+    )
+
+
+def _forget_mamba(patches) -> None:
+    """Mamba layers are passed over."""
+    from megatron_scalevec import convert
+    from megatron_scalevec.convert import sites
+
+    patches.set(sites, "mamba_sites", lambda *args: ())
     everything = lambda model, found: [(p, "stock") for p in model.parameters() if p.dim() == 1]  # noqa: E731
     patches.set(convert, "plan_roles", everything)
 
@@ -143,6 +186,10 @@ SABOTAGE = {
     "counted-once": _count_once,
     "expert-forgotten": _forget_expert,
     "mtp-forgotten": _forget_mtp,
+    "rope-key-gradient": _leave_rope_key,
+    "latent-row-map": _wrong_latent_row_map,
+    "mamba-row-map": _wrong_mamba_row_map,
+    "mamba-forgotten": _forget_mamba,
     "check before gathering": _check_before_gathering,
     "bypass model": _bypass_model,
     "bypass decay overrides": _bypass_decay,

@@ -1,0 +1,240 @@
+"""Hybrid models, heterogeneous layers, and kinds of models without vectors."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+from ranks.arguments import LAYOUTS as LAYOUTS_OF_RUNS
+from ranks.arguments import tiny_gpt
+from ranks.pool import RankFailure
+
+# Hybrid models are there from 0.18 on, which the light environment is older than.
+pytestmark = pytest.mark.needs_training
+
+FORMS = [
+    {"strategy": "hg", "placement": placement, "reparam": reparam, "branches": branches}
+    for placement, reparam, branches in itertools.product(
+        ["input", "output", "dual"], ["none", "product", "unit"], ["split", "shared"]
+    )
+    if (placement, branches) != ("output", "shared")
+]
+
+
+def test_mamba_layers_equal_their_definition(ranks):
+    """Values and all gradients in float64, in every form."""
+    forms = [*FORMS, {"strategy": "none"}, {"strategy": "dp", "branches_off": ("B", "dt")}]
+    for form, found in zip(forms, ranks.run("mamba_by_definition", configs=forms)[0], strict=True):
+        assert found["start"] < 1e-15, form
+        assert found["logits"] < 1e-10, form
+        assert found["gradient"] < 1e-10, form
+
+
+LAYOUTS = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["hybrid", "delta", "latent hybrid", "heterogeneous"])
+def test_gradients_are_the_serial_ones(ranks, kind, layout):
+    for strategy in ("unified", "iwd"):
+        config = {"strategy": strategy}
+        [serial] = ranks.run("gradients", config=config, kind=kind)
+        for result in ranks.run("gradients", 2, config=config, kind=kind, **LAYOUTS[layout]):
+            np.testing.assert_allclose(result["loss"], serial["loss"], rtol=1e-12)
+            assert result["gradients"].keys() == serial["gradients"].keys()
+            for name, gradient in result["gradients"].items():
+                np.testing.assert_allclose(
+                    gradient, serial["gradients"][name], rtol=1e-8, atol=1e-12, err_msg=name
+                )
+
+
+def test_gradients_of_experts_in_a_hybrid(ranks):
+    """With sequence parallelism: without it, Megatron trains no experts on several tensor-parallel ranks."""
+    for strategy in ("unified", "iwd"):
+        given = {"config": {"strategy": strategy}, "kind": "hybrid with experts"}
+        [serial] = ranks.run("gradients", **given)
+        assert strategy == "iwd" or any("experts.local_experts.3." in name for name in serial["gradients"])
+        for result in ranks.run("gradients", 2, **given, **LAYOUTS["tp2-sp"]):
+            assert result["gradients"].keys() == serial["gradients"].keys()
+            for name, gradient in result["gradients"].items():
+                # The router's softmax is Megatron's, in float32.
+                limit = 1e-6 * abs(serial["gradients"][name]).max() + 1e-9
+                np.testing.assert_allclose(
+                    gradient, serial["gradients"][name], rtol=0, atol=limit, err_msg=name
+                )
+
+
+@pytest.mark.parametrize("sabotage", ["tensor-parallel-sum", "mamba-row-map"])
+def test_the_comparison_sees_what_is_broken(ranks, sabotage):
+    config = {"strategy": "dp", "sites": ("mamba",)}
+    [serial] = ranks.run("gradients", config=config, kind="hybrid")
+    for result in ranks.run(
+        "gradients", 2, config=config, kind="hybrid", sabotage=sabotage, tensor_model_parallel_size=2
+    ):
+        worst = max(
+            abs(gradient - serial["gradients"][name]).max() / abs(serial["gradients"][name]).max()
+            for name, gradient in result["gradients"].items()
+        )
+        assert worst > 1e-3
+
+
+# M*-M-: two Mamba layers of two linears, one attention layer, two MLP layers.
+HYBRID = {
+    "linears": 2 * 2 + 1 + 2,
+    "retired": 2 * 2 + 1 + 2,
+    "vectors": {
+        **{f"mamba {b} {side}": 2 for b in ("z", "x", "B", "C", "dt", "out") for side in ("in", "out")},
+        **{f"attention {b} {side}": 1 for b in ("q", "k", "v") for side in ("in", "out")},
+        **{f"mlp {b} {side}": 2 for b in ("gate", "up") for side in ("in", "out")},
+        "head logits in": 1,
+    },
+}
+# G-*-: one gated delta net, one attention layer, two MLP layers.
+DELTA = {
+    "linears": 1 + 1 + 2,
+    "retired": 2 + 1 + 2,
+    "vectors": {
+        **{f"delta delta_{b} {side}": 1 for b in ("q", "k", "v", "z", "b", "a") for side in ("in", "out")},
+        "delta delta_out in": 1,
+        **{f"attention {b} {side}": 1 for b in ("q", "k", "v") for side in ("in", "out")},
+        **{f"mlp {b} {side}": 2 for b in ("gate", "up") for side in ("in", "out")},
+        "head logits in": 1,
+    },
+}
+# M+-: latent attention has two down- and two up-projections, behind three norms.
+LATENT = {
+    "linears": 2 + 4 + 1,
+    "retired": 2 + 3 + 1,
+    "vectors": {
+        **{f"mamba {b} {side}": 1 for b in ("z", "x", "B", "C", "dt", "out") for side in ("in", "out")},
+        **{f"attention {b} {side}": 1 for b in ("q_down", "kv_down", "k_rope") for side in ("in", "out")},
+        **{f"latent {b} {side}": 1 for b in ("q_up", "k_up", "v_up") for side in ("in", "out")},
+        **{f"mlp {b} {side}": 1 for b in ("gate", "up") for side in ("in", "out")},
+        "head logits in": 1,
+    },
+}
+# M*E: a Mamba layer, an attention layer, and the router and 4 experts.
+EXPERTS = {
+    "linears": 2 + 1 + (1 + 4),
+    "retired": 2 + 1 + 1,
+    "vectors": {
+        **{f"mamba {b} {side}": 1 for b in ("z", "x", "B", "C", "dt", "out") for side in ("in", "out")},
+        **{f"attention {b} {side}": 1 for b in ("q", "k", "v") for side in ("in", "out")},
+        **{f"mlp router {side}": 1 for side in ("in", "out")},
+        **{f"mlp expert_{b} {side}": 4 for b in ("gate", "up") for side in ("in", "out")},
+        "head logits in": 1,
+    },
+}
+# Two layers with attention, two with an MLP.
+HETEROGENEOUS = {
+    "linears": 2 + 2,
+    "retired": 2 + 2,
+    "vectors": {
+        **{f"attention {b} {side}": 2 for b in ("q", "k", "v") for side in ("in", "out")},
+        **{f"mlp {b} {side}": 2 for b in ("gate", "up") for side in ("in", "out")},
+        "head logits in": 1,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    [
+        ("hybrid", HYBRID),
+        ("delta", DELTA),
+        ("latent hybrid", LATENT),
+        ("hybrid with experts", EXPERTS),
+        ("heterogeneous", HETEROGENEOUS),
+    ],
+)
+def test_the_audit_counts_what_the_table_says(ranks, kind, table):
+    [record] = ranks.run("audit_record", config={"strategy": "dp"}, kind=kind)
+    assert record["linears_converted"] == record["linears_expected"] == table["linears"]
+    assert record["norm_scales_retired"] == record["norm_scales_expected"] == table["retired"]
+    assert record["built_vectors"] == record["expected_vectors"] == table["vectors"]
+
+
+def test_what_is_no_scale_in_a_mamba_layer_stays_as_megatron_has_it(ranks):
+    [record] = ranks.run("audit_record", config={"strategy": "dp"}, kind="hybrid")
+    stock = {name for name, role in record["roles"].items() if role == "stock"}
+    assert {name.split("mixer.")[1] for name in stock} in (
+        {"conv1d_bias", "dt_bias", "A_log", "D"},
+        {"conv1d.bias", "dt_bias", "A_log", "D"},
+    )
+    assert len(stock) == 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("replaced", r"layers\.3\.self_attention is a .*ColumnParallelLinearGathered"),
+        ("mixer", r"layers\.0\.mixer is a .*Other.*MambaMixer"),
+        ("ungated", "a mixer with its gated norm"),
+        ("zero-centered", "which its gated norm does not"),
+        ("attention", r"layers\.1\.self_attention is a .*Other"),
+        ("sparse", "has layers of kind D"),
+    ],
+)
+def test_what_cannot_be_converted_is_left_as_it_was(ranks, case, message):
+    [found] = ranks.run("mixed_refused", case=case)
+    assert re.search(message, found["error"]), found["error"]
+    assert found["unchanged"]
+
+
+@pytest.mark.parametrize("kind", ["T5Model", "BertModel"])
+def test_models_of_other_kinds_are_stopped(ranks, kind):
+    """They are not trained as stock models in silence."""
+    [said] = ranks.run("other_model", kind=kind, by="call")
+    assert f"asked for on a {kind}" in said and "GPTModel and on hybrid models of megatron-core 0.18" in said
+    [said] = ranks.run("other_model", kind=kind, by="flag")
+    assert f"a {kind} was built" in said and "stopped before training" in said
+
+
+PATTERNS = {"serial": "M*-G-*", "tp2-sp": "M*-G-*", "pp2": "M*-|G-*"}
+
+
+@pytest.fixture(scope="module")
+def hybrid(ranks, tmp_path_factory):
+    """Twenty iterations of a small hybrid in a layout, once; ``load``: from another layout's tenth."""
+    runs = {}
+    folders = {}
+
+    def run(layout, load=None):
+        if (layout, load) not in runs:
+            world_size, arguments = LAYOUTS_OF_RUNS[layout]
+            argv = ["--train-iters", "20", "--scalevec-strategy", "unified", *arguments]
+            argv += ["--hybrid-layer-pattern", PATTERNS[layout]]
+            if load is None:
+                folders[layout] = str(tmp_path_factory.mktemp(layout))
+                argv += ["--save", folders[layout], "--save-interval", "10"]
+            else:
+                argv += ["--load", folders[load], "--ckpt-step", "10"]
+            more = {"script": "pretrain_hybrid.py", "by_name": load is None}
+            runs[layout, load] = ranks.run("train", world_size, argv=tiny_gpt("hybrid", *argv), **more)[-1]
+        return runs[layout, load]
+
+    return run
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp", "pp2"])
+def test_twenty_iterations_of_the_training_loop(hybrid, layout):
+    serial, run = hybrid("serial"), hybrid(layout)
+    assert len(run["losses"]) == 20 and run["losses"][-1] < run["losses"][0]
+    np.testing.assert_allclose(run["losses"], serial["losses"], rtol=1e-5)
+    np.testing.assert_allclose(run["grad_norms"], serial["grad_norms"], rtol=1e-5)
+    assert run["audit"]["linears_converted"] == 2 + 1 + 2 + 2
+    assert run["audit"]["vectors"] == serial["audit"]["vectors"]
+
+
+def test_resume_at_another_layout(hybrid):
+    whole, resumed = hybrid("tp2-sp"), hybrid("pp2", load="tp2-sp")
+    np.testing.assert_allclose(resumed["losses"], whole["losses"][10:], rtol=1e-5)
+
+
+def test_forgotten_mamba_layers_stop_the_run(ranks):
+    argv = tiny_gpt("hybrid", "--hybrid-layer-pattern", PATTERNS["serial"], "--scalevec-strategy", "unified")
+    with pytest.raises(RankFailure, match="linears with scale vectors: 5 built, 7 expected"):
+        ranks.run("train", argv=argv, script="pretrain_hybrid.py", sabotage="mamba-forgotten")
