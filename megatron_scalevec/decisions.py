@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_scalevec.config import ScaleVecConfig
 
-__all__ = ["SHARED", "LinearPlan", "norm_keeps_scale", "plan_linear"]
+__all__ = ["SHARED", "LinearPlan", "norm_keeps_scale", "plan_expert_map", "plan_linear"]
 
 SHARED = "shared"
 """Branch name of an input scale that all branches of a linear have in common."""
@@ -65,6 +65,22 @@ def plan_linear(
         normalized = tuple(branch for branch in ("q", "k", "v") if branch in on)
         outputs = tuple(branch for branch in outputs if branch not in normalized)
     return LinearPlan(retires, inputs, outputs, normalized)
+
+
+def plan_expert_map(config: ScaleVecConfig, branches: Sequence[str], *, fed_by_norm: bool) -> LinearPlan:
+    """The plan for one of the maps of a mixture of experts, all of which one norm feeds.
+
+    An input scale that they share stays at the norm, in whatever form: no single map could take it over.
+    Arguments as of :func:`plan_linear`.
+    """
+    on = tuple(branch for branch in branches if branch not in config.branches_off)
+    at_norm = fed_by_norm and config.has_input_scales and config.branches == "shared"
+    return LinearPlan(
+        retires_norm=fed_by_norm and not at_norm,
+        in_branches=on if config.has_input_scales and not at_norm else (),
+        out_branches=on if config.has_output_scales else (),
+        normalized=(),
+    )
 
 
 def norm_keeps_scale(config: ScaleVecConfig, *, role: str, zero_centered: bool, needs_sum: bool) -> bool:

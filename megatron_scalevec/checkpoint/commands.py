@@ -151,7 +151,16 @@ def _say_no_optimizer(say: Callable[[str], None]) -> None:
     say("no optimizer state: start from it with --no-load-optim, or with --finetune")
 
 
-_KINDS = ("experts", "latent-attention", "heterogeneous", "experimental-attention", "hybrid", "legacy-models")
+_KINDS = (
+    "experts-single-weight",
+    "experts-interleaved",
+    "experts-latent",
+    "latent-attention",
+    "heterogeneous",
+    "experimental-attention",
+    "hybrid",
+    "legacy-models",
+)
 
 
 def _refuse_kinds(args: argparse.Namespace, config: ScaleVecConfig) -> None:

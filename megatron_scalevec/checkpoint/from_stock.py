@@ -6,15 +6,11 @@ that stand for it, as when a stock model is converted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
-from megatron_scalevec.decisions import SHARED
 from megatron_scalevec.errors import ScaleVecError
-from megatron_scalevec.layers.linear import FoldedLinear, gamma_name
 from megatron_scalevec.layers.norm import NormHandle, ScaledNorm, retire
-from megatron_scalevec.vectors import has_vector, set_vector
+from megatron_scalevec.vectors import set_vector
 
 __all__ = ["absorb_norms"]
 
@@ -26,34 +22,39 @@ def absorb_norms(model: torch.nn.Module) -> None:
         ScaleVecError: A trained scale has nowhere to go.
     """
     zero_centered = bool(getattr(model.config, "layernorm_zero_centered_gamma", False))
+    fed: dict[int, tuple[NormHandle, list[tuple[str, torch.nn.Module]]]] = {}
     for path, module in model.named_modules():
-        if isinstance(module, FoldedLinear) and getattr(module, "scalevec_fed_by", None) is not None:
-            names = _input_vectors(module)
-            _absorb(path, module, names, module.scalevec_fed_by, zero_centered)
+        norm = getattr(module, "scalevec_fed_by", None)
+        if norm is not None:
+            fed.setdefault(id(norm), (norm, []))[1].append((path, module))
         elif isinstance(module, ScaledNorm):
-            _absorb(path, module, ["gamma"], NormHandle(module), zero_centered)
+            fed[id(module)] = NormHandle(module), [(path, module)]
+    for norm, owners in fed.values():
+        _absorb(norm, owners, zero_centered)
 
 
-def _input_vectors(linear: FoldedLinear) -> list[str | None]:
-    shared = gamma_name("in", SHARED)
-    return [shared] if has_vector(linear, shared) else [name for name, _ in linear.scalevec_in]
+def _input_vectors(owner: torch.nn.Module) -> list[str | None]:
+    if isinstance(owner, ScaledNorm):
+        return ["gamma"]
+    # A map without any vectors is still of Megatron's own class.
+    return owner.input_vectors() if hasattr(owner, "input_vectors") else [None]
 
 
-def _absorb(
-    path: str, owner: torch.nn.Module, names: Iterable[str | None], norm: NormHandle, zero_centered: bool
-) -> None:
+def _absorb(norm: NormHandle, owners: list[tuple[str, torch.nn.Module]], zero_centered: bool) -> None:
+    """Give γ of one norm to all maps behind it."""
     gamma = norm.weight.detach() + 1 if zero_centered else norm.weight.detach().clone()
-    for name in names:
-        if name is not None:
-            set_vector(owner, name, gamma)
-        elif not bool((gamma == 1).all()):
-            raise ScaleVecError(
-                f"the norm before {path} has a trained scale in this checkpoint, which the strategy leaves "
-                "no place for on every branch: use one with input scales on all of them."
-            )
+    for path, owner in owners:
+        for name in _input_vectors(owner):
+            if name is not None:
+                set_vector(owner, name, gamma)
+            elif not bool((gamma == 1).all()):
+                raise ScaleVecError(
+                    f"the norm before {path} has a trained scale in this checkpoint, which the strategy "
+                    "leaves no place for on every branch: use one with input scales on all of them."
+                )
     if norm.bias is not None and bool(((gamma == 0) & (norm.bias.detach() != 0)).any()):
         raise ScaleVecError(
-            f"the norm before {path} has a trained bias on a channel whose scale is zero, which cannot be "
-            "kept: scalevec unfold and --finetune need norms without such channels."
+            f"the norm before {owners[0][0]} has a trained bias on a channel whose scale is zero, which "
+            "cannot be kept: scalevec unfold and --finetune need norms without such channels."
         )
     retire(norm, zero_centered)

@@ -20,7 +20,7 @@ from megatron_scalevec.convert.branches import branches_at, refuse_unknown_branc
 from megatron_scalevec.convert.experts import ExpertsSite
 from megatron_scalevec.convert.roles import parameter_roles, plan_roles
 from megatron_scalevec.convert.sites import LinearSite, NormSite, find_sites
-from megatron_scalevec.decisions import SHARED, norm_keeps_scale, plan_linear
+from megatron_scalevec.decisions import SHARED, norm_keeps_scale, plan_expert_map, plan_linear
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
 from megatron_scalevec.layers.linear import leaf_class
@@ -196,28 +196,28 @@ def _own_or_kept(norm, info: VectorInfo, role, config: ScaleVecConfig, model_con
 
 
 def _convert_experts_site(site: ExpertsSite, config: ScaleVecConfig, model_config) -> None:
-    """A shared input scale stays at the norm, in whatever form: no single map could take it over."""
-    initial, scales_in = None, config.has_input_scales
-    if site.norm is not None and scales_in and config.branches == "shared":
-        info = VectorInfo(site.name, SHARED, "in", site.layer, "norm", config.reparam)
-        _own_or_kept(site.norm.owner, info, "input", config, model_config)
-        scales_in = False
-    elif site.norm is not None:
+    fed = site.norm is not None
+    plans = [plan_expert_map(config, each.branches(), fed_by_norm=fed) for each in site.maps]
+    initial = None
+    if fed and plans[0].retires_norm:
         initial = _scale_of(site.norm, model_config)
         retire(site.norm, _zero_centered(model_config))
-    for each in site.maps:
-        on = [branch for branch in each.branches() if branch not in config.branches_off]
-        in_branches, out_branches = on if scales_in else [], on if config.has_output_scales else []
-        if in_branches or out_branches:
+    elif fed:
+        info = VectorInfo(site.name, SHARED, "in", site.layer, "norm", config.reparam)
+        _own_or_kept(site.norm.owner, info, "input", config, model_config)
+    for each, plan in zip(site.maps, plans):
+        if plan.has_vectors:
             each.convert(
                 site=site.name,
                 layer=site.layer,
-                in_branches=in_branches,
-                out_branches=out_branches,
+                in_branches=plan.in_branches,
+                out_branches=plan.out_branches,
                 initial_gamma_in=torch.ones(each.channels) if initial is None else initial,
                 reparam=config.reparam,
                 dtype=_dtype(config),
             )
+        if plan.retires_norm:
+            each.remember_norm(site.norm)
 
 
 def _convert_linear_site(site: LinearSite, config: ScaleVecConfig, model_config) -> None:
@@ -250,8 +250,8 @@ def _convert_linear_site(site: LinearSite, config: ScaleVecConfig, model_config)
             reparam=config.reparam,
             dtype=_dtype(config),
         )
-        if plan.retires_norm:
-            site.linear.scalevec_fed_by = site.norm
+    if plan.retires_norm:
+        site.linear.scalevec_fed_by = site.norm
 
 
 def _normalize_heads(site: LinearSite, branches, config: ScaleVecConfig, model_config) -> None:

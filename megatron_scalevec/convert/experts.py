@@ -49,6 +49,9 @@ class Map(Protocol):
     def convert(self, **what: Any) -> None:
         """Arguments as of :meth:`megatron_scalevec.layers.linear.FoldedLinear.convert`."""
 
+    def remember_norm(self, norm: NormHandle) -> None:
+        """Note the norm whose scale was taken over, or lost where the map has no input scales."""
+
 
 @dataclass
 class ExpertsSite:
@@ -89,6 +92,9 @@ class ReplicatedMap:
     def convert(self, **what: Any) -> None:
         self.leaf.convert(self.module, self.branch, **what)
 
+    def remember_norm(self, norm: NormHandle) -> None:
+        self.module.scalevec_fed_by = norm
+
 
 @dataclass
 class SharedExpertMap:
@@ -110,6 +116,9 @@ class SharedExpertMap:
 
     def convert(self, **what: Any) -> None:
         leaf_class(self.linear).convert(self.linear, self.row_map, **what)
+
+    def remember_norm(self, norm: NormHandle) -> None:
+        self.linear.scalevec_fed_by = norm
 
 
 @dataclass
@@ -140,6 +149,13 @@ class RoutedMap:
             add_vectors(self.experts, self.row_map, like=self.router.weight, **what)
         else:
             _count_in_gradient_norm(self.linears)
+
+    def remember_norm(self, norm: NormHandle) -> None:
+        lend = self.share and isinstance(self.linears[0], FoldedLinear)
+        if lend:
+            self.experts.scalevec_fed = tuple(self.linears[0].input_vectors())
+        for owner in [self.experts] if lend else self.linears:
+            owner.scalevec_fed_by = norm
 
 
 def _count_in_gradient_norm(linears: list[FoldedLinear]) -> None:

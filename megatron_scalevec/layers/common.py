@@ -30,6 +30,10 @@ class Folded:
         """The raw weights, one for each map; W_eff has their shapes and dtypes."""
         return [self.weight]
 
+    def folded_weights(self) -> list[torch.Tensor]:
+        """W_eff of each of them, differentiable."""
+        return [self.folded_weight()]
+
 
 def sum_gradient_over_tensor_parallel(vectors: torch.Tensor, group) -> torch.Tensor:
     """Identity whose backward sums the gradient over the tensor-parallel group.

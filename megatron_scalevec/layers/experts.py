@@ -10,6 +10,8 @@ vectors are no expert parameters, and ``allreduce`` stays true.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,9 +29,16 @@ class ScaleVecExperts:
     scalevec_tp_group: Any  # of the dense layers
     scalevec_borrowers: tuple[FoldedLinear, ...] = ()
     scalevec_lends: tuple[str, ...] = ()
+    scalevec_fed: tuple[str | None, ...] = ()  # input vectors of those of its linears that a norm feeds
 
     def forward(self, *args, **kwargs):
         """As the base class's."""
+        with self.lending():
+            return super().forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[None]:
+        """Let the linears of the experts form W_eff meanwhile."""
         names = self.scalevec_lends
         vectors = [compose_vector(self, name) for name in names]
         summed = common.sum_gradient_over_tensor_parallel(torch.cat(vectors), self.scalevec_tp_group)
@@ -37,10 +46,14 @@ class ScaleVecExperts:
         for linear in self.scalevec_borrowers:
             linear.lend(gammas)
         try:
-            return super().forward(*args, **kwargs)
+            yield
         finally:
             for linear in self.scalevec_borrowers:
                 linear.lend(None)
+
+    def input_vectors(self) -> list[str | None]:
+        """As of :meth:`megatron_scalevec.layers.linear.FoldedLinear.input_vectors`."""
+        return list(self.scalevec_fed)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """The base class's and the shared vectors, under the same keys for every kind of experts."""

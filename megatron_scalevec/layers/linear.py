@@ -193,6 +193,10 @@ class FoldedLinear(common.Folded):
         """:func:`gamma_name` of the vectors that W_eff is formed with."""
         return [name for name, _ in (*self.scalevec_in, *self.scalevec_out) if name is not None]
 
+    def input_vectors(self) -> list[str | None]:
+        """Names of the input scales, one per branch or one for all; None where a branch has none."""
+        return [name for name, _ in self.scalevec_in]
+
     def _fold(self, weight: torch.Tensor, gammas: Mapping[str, torch.Tensor]) -> torch.Tensor:
         gamma_in = self._joined(self.scalevec_in, gammas)
         if gamma_in is not None:

@@ -84,6 +84,10 @@ class FoldedReplicated(common.Folded):
             if vector_info(parameter) is not None:
                 parameter.sequence_parallel = bool(getattr(weight, "sequence_parallel", False))
 
+    def input_vectors(self) -> list[str | None]:
+        """As of :meth:`megatron_scalevec.layers.linear.FoldedLinear.input_vectors`."""
+        return [self._scalevec_gammas[0]]
+
     def folded_weight(self) -> torch.Tensor:
         """W_eff, shaped as the weight."""
         gamma_in, gamma_out = (

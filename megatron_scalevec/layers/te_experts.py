@@ -86,6 +86,14 @@ class _TEGroupedFolded(te.HidesVectors, FoldedLinear):
                 **what,
             )
 
+    def input_vectors(self) -> list[str | None]:
+        """As the base class says, of every local expert."""
+        return [
+            None if name is None else f"{name}_{expert}"
+            for name in super().input_vectors()
+            for expert in range(self.num_gemms)
+        ]
+
     def folded_weights(self) -> list[torch.Tensor]:
         """W_eff of every local expert."""
         names, weights = self.vector_names(), self.scaled_weights()

@@ -25,6 +25,7 @@ def arguments_of(config: Any, strategy: Any = None) -> argparse.Namespace:
     """What Megatron's own arguments would say of a model, as far as the tools look at them."""
     args = argparse.Namespace(
         num_layers=config.num_layers,
+        num_experts=config.num_moe_experts,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         group_query_attention=True,
@@ -69,9 +70,10 @@ def load(model: torch.nn.Module, folder: str, strict: str = "raise_all") -> None
 
 def _build(kind: str, config: dict[str, Any] | None, dtype: str, overrides: dict[str, Any] | None):
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
-    from ranks.models import build_gpt
+    from ranks.models import EXPERTS, build_gpt
 
-    model = build_gpt(kind, getattr(torch, dtype), **(overrides or {}))
+    more = {**EXPERTS.get(kind, {}), **(overrides or {})}
+    model = build_gpt("llama" if kind in EXPERTS else kind, getattr(torch, dtype), **more)
     strategy = ScaleVecConfig(**config) if config else None
     if strategy is not None:
         apply_scale_vectors(model, strategy)
