@@ -72,3 +72,46 @@ def test_a_scale_without_a_place_is_refused(ranks, tmp_path):
     for case, result in zip(cases, results):
         sentence = f"leaves no place for on {case['config']['branches_off']}: use a strategy"
         assert sentence in result["error"]
+
+
+MLP = {"strategy": "post-qkv", "sites": "mlp"}
+# Every branch of the mlp site but those whose weight is to be seen alone.
+ALONE = {
+    "router": "gate,up,expert_gate,expert_up,shared_gate,shared_up,shared_expert_gate",
+    "experts": "gate,up,router,shared_gate,shared_up,shared_expert_gate",
+    "shared_experts.linear_fc1": "gate,up,router,expert_gate,expert_up,shared_expert_gate",
+    "gate_weight": "gate,up,router,expert_gate,expert_up,shared_gate,shared_up",
+}
+
+
+FOREIGN = [
+    *((where, "shared", {**MLP, "branches_off": off}) for where, off in ALONE.items()),
+    ("experts", "mixtral", {**MLP, "branches_off": "router", "experts": "shared"}),
+    ("layer_norm_weight", "mixtral", {"strategy": "or", "sites": "mlp"}),
+]
+
+
+def test_a_stock_model_refuses_every_kind_of_raw_weight(ranks, tmp_path):
+    """One kind at a time, the rest of the checkpoint is stock; whatever the strictness. Saved by two
+    expert-parallel ranks; with the strategy, it loads there and on one rank."""
+    what = {"folder": str(tmp_path), "cases": [case[1:] for case in FOREIGN]}
+    for results in ranks.run("store_experts", 2, **what):
+        for (where, _, config), result in zip(FOREIGN, results):
+            for message in result["stock"].values():
+                assert message != "loaded" and where in message, (config, message)
+            assert "Global shape mismatch" in result["stock"]["ignore_all"], config
+            assert result["other"] == [], config
+    [results] = ranks.run("load_experts", **what)
+    assert results == [[]] * len(FOREIGN)
+
+
+def test_experts_fold_in_place(ranks):
+    """In a process of one's own, for inference: routers, experts, shared experts and their gate."""
+    cases = [
+        {"kind": kind, "config": {"strategy": "unified-foldable", "experts": experts, "sites": ALL_SITES}}
+        for kind, experts in (("shared", "per-expert"), ("mixtral", "shared"))
+    ]
+    [results] = ranks.run("fold_in_process", cases=cases)
+    for result in results:
+        assert result["difference"] < 1e-5
+        assert result["classes"] == [] and result["names"] == [] and result["frozen"] == []

@@ -52,10 +52,13 @@ def fold(model: torch.nn.Module) -> None:
             if isinstance(module, ScaleVecExperts):
                 with module.lending():
                     for linear in module.scalevec_borrowers:
-                        _fold_weights(linear, FoldedLinear)
+                        _write_weights(linear)
+                for linear in module.scalevec_borrowers:
+                    _take_away(linear, FoldedLinear)
                 _take_away(module, ScaleVecExperts)
             elif isinstance(module, Folded):
-                _fold_weights(module, FoldedLinear if isinstance(module, FoldedLinear) else FoldedReplicated)
+                _write_weights(module)
+                _take_away(module, FoldedLinear if isinstance(module, FoldedLinear) else FoldedReplicated)
             elif isinstance(module, ScaledNorm) and module.scalevec_tp_group is None:
                 _fold_norm(module, zero_centered)
         for name, param in model.named_parameters():
@@ -66,17 +69,16 @@ def fold(model: torch.nn.Module) -> None:
         del model.scalevec_config
 
 
-def _fold_weights(module: Folded, ours: type) -> None:
+def _write_weights(module: Folded) -> None:
     for weight, folded in zip(module.scaled_weights(), module.folded_weights()):
         weight.copy_(folded)
-    for name in ("scalevec_branch_of_row", "scalevec_slot_of_row"):
-        del module._buffers[name]
-        module._non_persistent_buffers_set.discard(name)
-    _take_away(module, ours)
 
 
 def _take_away(module: torch.nn.Module, ours: type) -> None:
     """Vectors, notes and the class."""
+    for name in ("scalevec_branch_of_row", "scalevec_slot_of_row"):
+        module._buffers.pop(name, None)
+        module._non_persistent_buffers_set.discard(name)
     _remove_vectors(module)
     for name in [name for name in module.__dict__ if name.startswith(("scalevec_", "_scalevec_"))]:
         del module.__dict__[name]
