@@ -1,8 +1,11 @@
 """Megatron's training loop on models with experts: layouts, resuming, what is printed."""
 
+import re
+
 import numpy as np
 import pytest
 from ranks.arguments import EXPERT_LAYOUTS, tiny_gpt
+from ranks.pool import RankFailure
 
 pytestmark = pytest.mark.needs_training
 
@@ -62,6 +65,30 @@ def test_one_set_of_vectors_for_all_experts(train, layout):
     assert_equal_runs(run, train("mixtral", "serial", "--scalevec-experts", "shared"))
     note = "experts: one set of vectors for the 4 routed experts of a layer"
     assert any(note in line for line in run["audit"]["notes"])
+
+
+def test_an_expert_without_tokens(train):
+    """With the distributed optimizer and both overlaps, which wait for every gradient of a bucket."""
+    run, serial = (
+        train("shared-experts", layout, strategy="dp", sabotage="idle expert")
+        for layout in ("ep2-distopt", "serial")
+    )
+    assert_equal_runs(run, serial)
+    busy = train("shared-experts", "serial", strategy="dp")["vectors"]
+    [name] = (name for name in busy if re.search(r"layer4\..*experts\.3\..*gamma_in_expert_gate", name))
+    # Weight decay alone has moved it.
+    assert np.abs(run["vectors"][name] - busy[name]).max() > 1e-3
+
+
+def test_replicas_of_experts_are_compared(ranks):
+    """Two expert-parallel ranks, each twice: copies over expert-data-parallel ranks."""
+    world_size, arguments = EXPERT_LAYOUTS["ep2-dp2"]
+    flags = ["--scalevec-strategy", "dp", "--exit-interval", "4", "--scalevec-debug-replicas", "2"]
+    argv = tiny_gpt("mixtral", *arguments, *flags)
+    assert len(ranks.run("train", world_size, argv=argv)[-1]["losses"]) == 4
+    sentence = r"after step 2 of this run: .*experts\.local_experts\.0\..* on all expert-data-parallel ranks"
+    with pytest.raises(RankFailure, match=sentence):
+        ranks.run("train", world_size, argv=argv, sabotage="one copy")
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,9 @@ def _say_no_optimizer(say: Callable[[str], None]) -> None:
 
 
 _KINDS = {
-    "experts": ("num_experts",),
+    "experts behind a latent projection": ("moe_latent_size",),
+    "experts in one tensor": ("moe_single_grouped_weight",),
+    "experts with interleaved rows": ("moe_mlp_glu_interleave_size",),
     "latent attention": ("multi_latent_attention",),
     "heterogeneous layers": (
         "heterogeneous_layers_config_path",

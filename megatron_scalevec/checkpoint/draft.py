@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
-from megatron_scalevec.checkpoint.keys import GUARD_SHAPE, raw_key, stock_key
+from megatron_scalevec.checkpoint.keys import GUARD_SHAPE, raw_key, stacked_axes
 from megatron_scalevec.checkpoint.store import Box, CheckpointReader, Piece, StoredTensor
+from megatron_scalevec.checkpoint.tables import of_experts
 from megatron_scalevec.errors import ScaleVecError
 
 __all__ = ["Draft", "Family", "layer_boxes", "layers_of"]
 
 _STATE = re.compile(r"(?P<prefix>(?:chained_\d+\.)?optimizer\.state\.(?P<state>\w+)\.)(?P<key>.+)")
 _ANY_STATE = re.compile(r"(chained_\d+\.)?optimizer\b")
+_CHAIN = re.compile(r"chained_\d+\.")
 # Exponent of the gradient in what the optimizer keeps of it; 0 for a copy of the parameter.
 _POWERS = {
     "param": 0,
@@ -74,6 +76,7 @@ class Draft:
         self.objects = list(reader.objects)
         self.model_keys = [key for key in reader.tensors if not _ANY_STATE.match(key)]
         self.families = [Family("", 0)]
+        self._prefixes_of_experts: set[str] = set()
         self._pieces: dict[str, list[Piece]] = {}
         if optimizer:
             self._find_families()
@@ -86,6 +89,7 @@ class Draft:
 
     def _find_families(self) -> None:
         prefixes: dict[str, int] = {}
+        dense: set[str] = set()
         for key in self.reader.tensors:
             if not _ANY_STATE.match(key):
                 continue
@@ -97,7 +101,10 @@ class Draft:
                     "--dist-ckpt-optim-fully-reshardable, or leave the state behind with --no-optimizer."
                 )
             prefixes[match["prefix"]] = _POWERS[match["state"]]
+            if not of_experts(match["key"]):
+                dense.add(match["prefix"])
         self.families += [Family(prefix, power) for prefix, power in prefixes.items()]
+        self._prefixes_of_experts = prefixes.keys() - dense
 
     @property
     def values(self) -> list[Family]:
@@ -110,6 +117,22 @@ class Draft:
     def of(self, key: str) -> list[Family]:
         """The families in which the source has a tensor for a model's key."""
         return [family for family in self.families if family.prefix + key in self.reader.tensors]
+
+    @property
+    def dense_families(self) -> list[Family]:
+        """Those of the model without its routed experts, which may have an optimizer of their own."""
+        return [family for family in self.families if family.prefix not in self._prefixes_of_experts]
+
+    def key_in(self, family: Family, key: str) -> str:
+        """Where a parameter is stored that belongs with a family: there, in the same state of another of the
+        chained optimizers, or in the model alone."""
+        state = _CHAIN.sub("", family.prefix, count=1)
+        prefixes = [family.prefix]
+        prefixes += [
+            other.prefix for other in self.families if _CHAIN.sub("", other.prefix, count=1) == state
+        ]
+        stored = (prefix + key for prefix in prefixes if prefix + key in self.reader.tensors)
+        return next(stored, key)
 
     def keep(self, key: str) -> None:
         """Take a tensor over as it is."""
@@ -184,7 +207,7 @@ class Draft:
             dtype: In the model; None for that of ``like``.
             trained: Whether the optimizer knows it.
         """
-        stacked = self.reader.tensors[like].shape[: self._stacked(like)]
+        stacked = self.reader.tensors[like].shape[: stacked_axes(like)]
         for family in self.of(like) if trained else self.families[:1]:
             stored = self.reader.tensors[family.prefix + like]
             kind = (dtype or stored.dtype) if family.prefix == "" else stored.dtype
@@ -200,7 +223,7 @@ class Draft:
 
     def add_guard(self, key: str, like: str) -> None:
         """Put a guard at a stock key; see :mod:`megatron_scalevec.checkpoint.keys`."""
-        stacked = self.reader.tensors[like].shape[: self._stacked(like)]
+        stacked = self.reader.tensors[like].shape[: stacked_axes(like)]
         shape = (*stacked, *GUARD_SHAPE)
         self.put(key, shape, torch.float32, lambda _: torch.zeros(GUARD_SHAPE), own_axes=len(GUARD_SHAPE))
 
@@ -211,28 +234,28 @@ class Draft:
 
     def read_layer(self, family: Family, key: str, index: tuple[int, ...]) -> torch.Tensor:
         """One layer of a stacked vector of the source, in float32 or wider; the model's where the family
-        has none."""
-        name = family.prefix + key if family.prefix + key in self.reader.tensors else key
+        has none.
+
+        ``index`` may go on with an expert's where all experts have the vector in common.
+        """
+        name = self.key_in(family, key)
         shape = self.reader.tensors[name].shape
+        index = index[: len(shape) - 1]
         values = self.reader.read(name, Box((*index, 0), ((1,) * len(index)) + shape[len(index) :]))
         return values.flatten().to(torch.promote_types(values.dtype, torch.float32))
 
     def layers(self, weight: str) -> list[tuple[int, ...]]:
-        """Indices of a weight's layers, which may be a norm's."""
+        """Indices of a weight's layers and experts; the weight may be a norm's."""
         return layers_of(
-            self.reader.tensors[weight], len(self.reader.tensors[weight].shape) - self._stacked(weight)
+            self.reader.tensors[weight], len(self.reader.tensors[weight].shape) - stacked_axes(weight)
         )
 
-    @staticmethod
-    def _stacked(key: str) -> int:
-        """Axes over which layers are stacked: keys of a stack have no layer number."""
-        return len(re.findall(r"\blayers\.(?!\d)", stock_key(key)))
-
-    def set_decay_groups(self, *, without_decay: bool) -> None:
+    def set_decay_groups(self, *, without_decay: set[bool]) -> None:
         """Leave the parameter groups that the run will have: Megatron pairs them one by one.
 
         Args:
-            without_decay: Whether there is a parameter that does not decay.
+            without_decay: Where there are parameters that do not decay: False in it stands for the model
+                without its routed experts, True for those experts.
 
         Raises:
             ScaleVecError: There are groups of another kind, which only the run that saved knows.
@@ -240,7 +263,10 @@ class Draft:
         if "optimizer" not in self.common:
             return
         self.common["optimizer"] = copy.deepcopy(self.common["optimizer"])
-        for owner in _owners_of_groups(self.common["optimizer"]):
+        owners = list(_owners_of_groups(self.common["optimizer"]))
+        # Experts that are spread over ranks have an optimizer of their own; otherwise one has them all.
+        apart = any(_is_of_experts(owner) for owner in owners)
+        for owner in owners:
             groups = owner["param_groups"]
             by_decay = {group.get("wd_mult"): group for group in groups}
             if len(by_decay) != len(groups) or not {1.0} <= by_decay.keys() <= {0.0, 1.0}:
@@ -249,9 +275,13 @@ class Draft:
                     "cannot be rebuilt here; leave its state behind with --no-optimizer."
                 )
             kept = [by_decay[1.0]]
-            if without_decay:
+            if without_decay & ({_is_of_experts(owner)} if apart else {False, True}):
                 kept.append(by_decay.get(0.0) or {**by_decay[1.0], "wd_mult": 0.0, "weight_decay": 0.0})
             owner["param_groups"] = kept
+
+
+def _is_of_experts(owner: dict[str, Any]) -> bool:
+    return any(group.get("is_expert_parallel") for group in owner["param_groups"])
 
 
 def _owners_of_groups(node: Any) -> Iterator[dict[str, Any]]:

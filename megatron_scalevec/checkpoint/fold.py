@@ -1,7 +1,8 @@
 """The way back: a checkpoint without scale vectors, for Megatron without this package.
 
 W becomes W ⊙ (γ_out γ_inᵀ). Where all branches of a norm have the same γ_in, γ returns to the norm instead,
-so that a checkpoint that was only unfolded comes back bit for bit. A norm's own vector becomes its weight.
+so that a checkpoint that was only unfolded comes back bit for bit; before a mixture of experts that means the
+router, every expert and the shared ones. A norm's own vector becomes its weight.
 
 Optimizer: master copies are folded like the weights. With s the factor that W is multiplied by, the gradient
 of the folded weight is ∂L/∂W / s, so the first average is divided by s and the second by s². That is exact as
@@ -19,7 +20,14 @@ import torch
 from megatron_scalevec.checkpoint.draft import Draft, Family
 from megatron_scalevec.checkpoint.keys import raw_key, require_raw_weights
 from megatron_scalevec.checkpoint.store import Box
-from megatron_scalevec.checkpoint.tables import Dimensions, Site, find_linears, find_norms
+from megatron_scalevec.checkpoint.tables import (
+    Dimensions,
+    Site,
+    find_linears,
+    find_norms,
+    of_experts,
+    sites_by_norm,
+)
 from megatron_scalevec.checkpoint.unfold import indices
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.decisions import SHARED
@@ -29,7 +37,7 @@ from megatron_scalevec.reparam import get_reparameterization
 
 __all__ = ["Folding"]
 
-_VECTOR = re.compile(r"\.gamma(_in_|_out_|$|_[a-z]+$)")
+_VECTOR = re.compile(r"\.(layer_norm_)?gamma(_in_|_out_|$|_[a-z]+$)")
 _BLOCK = 1 << 20  # elements
 _HEAD_NORM = re.compile(r"(.+)\.([qkv])_layernorm\.(scalevec_)?weight")
 
@@ -59,11 +67,8 @@ class Folding:
             if _VECTOR.search(key):
                 draft.drop(key)
         linears = find_linears(draft.model_keys)
-        for site in linears:
-            if raw_key(f"{site.path}.weight") in draft.reader.tensors:
-                self._linear(site)
-            elif site.kind.fed_by_norm:
-                self._thaw(f"{site.norm}weight")
+        for sites in sites_by_norm(linears):
+            self._linears(sites)
         heads = [
             f"{site.attention}.{branch}_layernorm"
             for site in linears
@@ -71,11 +76,9 @@ class Folding:
             if site.kind.has_heads and f"{site.attention}.{branch}_layernorm.weight" in draft.reader.tensors
         ]
         for path in [*heads, *(path for _, path in find_norms(draft.model_keys))]:
-            if raw_key(f"{path}.weight") in draft.reader.tensors:
-                self._norm(path)
-            else:
-                self._thaw(f"{path}.weight")
-        draft.set_decay_groups(without_decay=True)
+            self._norm(f"{path}.")
+        biases = {of_experts(key) for key in draft.model_keys if key.endswith(".bias")}
+        draft.set_decay_groups(without_decay={False} | biases)
         if has_head_norms:
             draft.args.qk_layernorm = True
         if (getattr(draft.args, "spec", None) or [""])[0] == "megatron_scalevec.specs":
@@ -105,13 +108,34 @@ class Folding:
                 )
         return bool(found)
 
-    def _linear(self, site: Site) -> None:
-        weight = f"{site.path}.weight"
+    def _linears(self, sites: list[Site]) -> None:
+        """All linears that one norm feeds, and the norm."""
+        scaled = [site for site in sites if raw_key(site.weight) in self.draft.reader.tensors]
+        norm = sites[0].norm
+        returns = norm is not None and len(scaled) == len(sites) and self._same_input_scales(sites)
+        for site in scaled:
+            self._linear(site, returns)
+        if returns:
+            [name, *_] = self._names(sites[0], self._row_map(sites[0]), "in")
+            self._set_norm(
+                f"{norm}weight",
+                f"{norm}weight",
+                f"{norm}bias",
+                lambda family, index: self._compose(family, name, index),
+            )
+        elif norm is not None:
+            self._norm(norm)
+
+    def _row_map(self, site: Site) -> RowMap:
+        return site.kind.rows(self.dimensions, self.draft.reader.tensors[raw_key(site.weight)].shape[-2])
+
+    def _linear(self, site: Site, returns: bool) -> None:
+        """``returns``: whether the input scales go back to the norm."""
+        weight = site.weight
         raw = raw_key(weight)
         shape = self.draft.reader.tensors[raw].shape
-        row_map = site.kind.rows(self.dimensions, shape[-2])
+        row_map = self._row_map(site)
         self.draft.drop(weight)  # the guard
-        returns = site.kind.fed_by_norm and self._same_input_scales(site, row_map)
         factors = functools.lru_cache(maxsize=2)(
             lambda family, index: self._factors(site, row_map, shape[-1], family, index, returns)
         )
@@ -136,20 +160,14 @@ class Folding:
             return values
 
         self.draft.change(raw, weight, folded if self._has_any(site, row_map, returns) else None)
-        if site.kind.fed_by_norm:
-            norm, bias = f"{site.norm}weight", f"{site.norm}bias"
-            if returns:
-                name = self._input_name(site, row_map)
-                self._set_norm(norm, norm, bias, lambda family, index: self._compose(family, name, index))
-            else:
-                self._thaw(norm)
 
     def _names(self, site: Site, row_map: RowMap, side: str) -> list[str | None]:
         """Names of a side's vectors by branch, None where there is none."""
         shared = f"{site.path}.gamma_{side}_{SHARED}"
         if self._exists(shared):
             return [shared] * len(row_map.branches)
-        names = (f"{site.path}.gamma_{side}_{branch}" for branch in row_map.branches)
+        owner = site.owner(shared=self.config.experts == "shared")
+        names = (f"{owner}.gamma_{side}_{branch}" for branch in row_map.branches)
         return [name if self._exists(name) else None for name in names]
 
     def _exists(self, name: str) -> bool:
@@ -159,9 +177,6 @@ class Folding:
     def _part(name: str, suffix: str) -> str:
         return f"{name}_{suffix}" if suffix else name
 
-    def _input_name(self, site: Site, row_map: RowMap) -> str:
-        return self._names(site, row_map, "in")[0]
-
     def _compose(self, family: Family, name: str, index: tuple[int, ...]) -> torch.Tensor:
         """γ of one layer, in float32 or wider."""
         parts = {
@@ -170,17 +185,21 @@ class Folding:
         }
         return self._kind.compose(parts)
 
-    def _same_input_scales(self, site: Site, row_map: RowMap) -> bool:
-        names = self._names(site, row_map, "in")
-        if None in names:
+    def _same_input_scales(self, sites: list[Site]) -> bool:
+        """Whether all branches of a norm have the same γ_in, in the model and in the master copies."""
+        by_site = [self._names(site, self._row_map(site), "in") for site in sites]
+        if any(None in names for names in by_site):
             return False
-        raw = raw_key(f"{site.path}.weight")
-        families = [family for family in self.draft.of(raw) if family.power == 0]
-        for index in self.draft.layers(raw):
-            for family in families:
-                first, *others = (self._compose(family, name, index) for name in dict.fromkeys(names))
-                if not all(torch.equal(first, other) for other in others):
-                    return False
+        first = by_site[0][0]
+        for site, names in zip(sites, by_site):
+            raw = raw_key(site.weight)
+            for index in self.draft.layers(raw):
+                for family in self.draft.of(raw):
+                    if family.power == 0 and not all(
+                        torch.equal(self._compose(family, first, index), self._compose(family, name, index))
+                        for name in dict.fromkeys(names)
+                    ):
+                        return False
         return True
 
     def _has_any(self, site: Site, row_map: RowMap, returns: bool) -> bool:
@@ -215,16 +234,19 @@ class Folding:
         masters = [other.prefix for other in self.draft.of(key) if other.power == 0 and other.prefix]
         return masters[0] if masters else ""
 
-    def _norm(self, path: str) -> None:
-        """A norm whose scale is a vector of ours."""
-        weight = f"{path}.weight"
+    def _norm(self, stem: str) -> None:
+        """A norm whose scale is a vector of ours, or stays what it is."""
+        weight = f"{stem}weight"
+        if raw_key(weight) not in self.draft.reader.tensors:
+            self._thaw(weight)
+            return
         self.draft.drop(weight)  # the guard
         self.draft.drop(raw_key(weight))
-        vector = f"{path}.gamma"
+        vector = f"{stem}gamma"
         self._set_norm(
             weight,
             raw_key(weight),
-            f"{path}.bias",
+            f"{stem}bias",
             lambda family, index: self._compose(family, vector, index),
         )
 
@@ -248,7 +270,7 @@ class Folding:
 
     def _thaw(self, weight: str) -> None:
         """A norm that was frozen at one is trained by a stock run, whose optimizer asks for its state."""
-        if len(self.draft.of(weight)) == 1 < len(self.draft.families):
+        if len(self.draft.of(weight)) == 1 < len(self.draft.dense_families):
             size = self.draft.reader.tensors[weight].shape[-1]
             self._put_norm(weight, weight, size, lambda _, index: self._own(weight, index))
 
@@ -256,10 +278,10 @@ class Folding:
         return self.draft.read_layer(Family("", 0), weight, index)
 
     def _put_norm(self, weight: str, stored: str, size: int, make) -> None:
-        """Values and zero averages, in every family that the optimizer has."""
+        """Values and zero averages, in every family that the optimizer has for norms."""
         source = self.draft.reader.tensors[stored]
         shape = source.shape
-        for family in self.draft.families:
+        for family in self.draft.dense_families:
             dtype = source.dtype if family.prefix == "" else torch.float32
             if family.power:
                 self.draft.put(family.prefix + weight, shape, dtype, lambda _: torch.zeros(size))

@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from megatron_scalevec.checkpoint.keys import GUARD, GUARD_SHAPE, WEIGHT, raw_key
-from megatron_scalevec.layers.common import mixed_class
-from megatron_scalevec.layers.linear import FoldedLinear
+from megatron_scalevec.layers.common import Folded, mixed_class
+from megatron_scalevec.layers.linear import FoldedLinear, leaf_class
 from megatron_scalevec.layers.norm import ScaledNorm
 from megatron_scalevec.vectors import was_added
 
 __all__ = ["Guarded", "foreign_weights", "protect"]
 
 
-def foreign_weights(model: torch.nn.Module) -> dict[str, str]:
+def foreign_weights(model: torch.nn.Module) -> dict[str, Any]:
     """Weights that a stock model would take for something else, by name.
 
-    These are the raw weights of linears with scale vectors, norms whose scale has moved into a vector of
-    ours (what is left is one), and the q/k/v weight of an attention that has got norms on its heads. The
-    strategies without any, ``none`` and mostly ``iwd``, leave a checkpoint that stock Megatron reads
-    correctly.
+    These are the raw weights of everything with scale vectors (linears, every expert's, routers, the gates
+    of shared experts), norms whose scale has moved into a vector of ours (what is left is one), and the
+    q/k/v weight of an attention that has got norms on its heads. The strategies without any, ``none`` and
+    mostly ``iwd``, leave a checkpoint that stock Megatron reads correctly.
 
     Returns:
-        Name of the weight to the name of a parameter near it that every tensor-parallel rank holds whole.
+        Name of the weight to the tensor-parallel group that shares it, None where every rank holds it whole.
     """
     found = {}
     for path, module in model.named_modules():
-        if isinstance(module, FoldedLinear | ScaledNorm):
-            found[f"{path}.{WEIGHT}"] = f"{path}.{next(_added(module))}"
-        elif hasattr(module, "linear_qkv"):
-            for norm in ("q_layernorm", "k_layernorm", "v_layernorm"):
-                weight = getattr(getattr(module, norm, None), WEIGHT, None)
-                if weight is not None and was_added(weight):
-                    found[f"{path}.linear_qkv.{WEIGHT}"] = f"{path}.{norm}.{WEIGHT}"
+        if isinstance(module, Folded):
+            group = module.group_of(module) if isinstance(module, FoldedLinear) else None
+            scaled = module.scaled_weights()
+            for name, param in module.named_parameters(recurse=False):
+                if any(param is weight for weight in scaled):
+                    found[f"{path}.{name}"] = group
+        elif isinstance(module, ScaledNorm):
+            found[f"{path}.{WEIGHT}"] = None
+        elif hasattr(module, "linear_qkv") and not isinstance(module.linear_qkv, FoldedLinear):
+            norms = (getattr(module, f"{branch}_layernorm", None) for branch in "qkv")
+            weights = (getattr(norm, WEIGHT, None) for norm in norms)
+            if any(weight is not None and was_added(weight) for weight in weights):
+                linear = module.linear_qkv
+                found[f"{path}.linear_qkv.{WEIGHT}"] = leaf_class(linear).group_of(linear)
     return found
-
-
-def _added(module: torch.nn.Module) -> Iterator[str]:
-    return (name for name, param in module.named_parameters(recurse=False) if was_added(param))
 
 
 class Guarded:
@@ -61,9 +63,9 @@ class Guarded:
         if self.scalevec_starts_from_stock:
             added = {prefix + name for name, param in self.named_parameters() if was_added(param)}
             return {name: entry for name, entry in result.items() if name not in added}
-        for name, companion in foreign_weights(self).items():
+        for name, group in foreign_weights(self).items():
             entry = result[prefix + name]
-            result[f"{prefix}{GUARD}.{name}"] = _guard(entry.key, result[prefix + companion])
+            result[f"{prefix}{GUARD}.{name}"] = _guard(entry, group)
             entry.key = raw_key(entry.key)
         return result
 
@@ -99,15 +101,22 @@ def protect(model: torch.nn.Module) -> None:
     model.__class__ = mixed_class(Guarded, type(model))
 
 
-def _guard(key: str, near: Any) -> Any:
-    """A guard for the place of ``key``, stacked and replicated as its neighbour ``near``."""
+def _guard(entry: Any, group: Any) -> Any:
+    """A guard for the place of a weight, stacked as the weight is over layers and experts.
+
+    Args:
+        entry: The weight's; a factory where gate and up are stored apart.
+        group: Of the ranks that share the weight. All of them hold the guard, and one of them saves it.
+    """
     from megatron.core.dist_checkpointing import ShardedTensor
 
+    near = entry if isinstance(entry, ShardedTensor) else next(iter(entry.build()))
     stacked = near.prepend_axis_num
+    pipeline, tensor, data = near.replica_id
     return ShardedTensor.from_rank_offsets(
-        key,
+        entry.key,
         torch.zeros(GUARD_SHAPE, device=near.data.device if near.data is not None else None),
         *((axis, near.global_offset[axis], near.global_shape[axis]) for axis in range(stacked)),
-        replica_id=near.replica_id,
+        replica_id=(pipeline, tensor if group is None else group.rank(), data),
         prepend_axis_num=stacked,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -9,8 +11,11 @@ from megatron_scalevec.checkpoint.guard import Guarded
 from megatron_scalevec.convert import applied_config
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
+from megatron_scalevec.layers.common import Folded
+from megatron_scalevec.layers.experts import ScaleVecExperts
 from megatron_scalevec.layers.linear import FoldedLinear
 from megatron_scalevec.layers.norm import NormHandle, ScaledNorm
+from megatron_scalevec.layers.router import FoldedReplicated
 from megatron_scalevec.vectors import compose_vector, vector_info, was_added
 
 __all__ = ["fold"]
@@ -44,27 +49,41 @@ def fold(model: torch.nn.Module) -> None:
     stays = {id(m.v_layernorm) for m in model.modules() if isinstance(m, ScaleVecSelfAttention)}
     with torch.no_grad():
         for module in list(model.modules()):
-            if isinstance(module, FoldedLinear):
-                _fold_linear(module)
+            module.__dict__.pop("scalevec_fed_by", None)
+            if isinstance(module, ScaleVecExperts):
+                with module.lending():
+                    for linear in module.scalevec_borrowers:
+                        _write_weights(linear)
+                for linear in module.scalevec_borrowers:
+                    _take_away(linear, FoldedLinear)
+                _take_away(module, ScaleVecExperts)
+            elif isinstance(module, Folded):
+                _write_weights(module)
+                _take_away(module, FoldedLinear if isinstance(module, FoldedLinear) else FoldedReplicated)
             elif isinstance(module, ScaledNorm) and id(module) not in stays:
                 _fold_norm(module, zero_centered)
         for name, param in model.named_parameters():
-            if name.endswith("weight"):
+            if re.fullmatch(r"(.*\.)?[a-z_]*weight\d*", name):
                 param.requires_grad_(True)
     if not any(isinstance(module, ScaleVecSelfAttention) for module in model.modules()):
         _restore_class(model, Guarded)
         del model.scalevec_config
 
 
-def _fold_linear(linear: FoldedLinear) -> None:
-    linear.weight.copy_(linear.folded_weight())
-    _remove_vectors(linear)
+def _write_weights(module: Folded) -> None:
+    for weight, folded in zip(module.scaled_weights(), module.folded_weights()):
+        weight.copy_(folded)
+
+
+def _take_away(module: torch.nn.Module, ours: type) -> None:
+    """Vectors, notes and the class."""
     for name in ("scalevec_branch_of_row", "scalevec_slot_of_row"):
-        del linear._buffers[name]
-        linear._non_persistent_buffers_set.discard(name)
-    for name in ("scalevec_in", "scalevec_out", "scalevec_fed_by"):
-        linear.__dict__.pop(name, None)
-    _restore_class(linear, FoldedLinear)
+        module._buffers.pop(name, None)
+        module._non_persistent_buffers_set.discard(name)
+    _remove_vectors(module)
+    for name in [name for name in module.__dict__ if name.startswith(("scalevec_", "_scalevec_"))]:
+        del module.__dict__[name]
+    _restore_class(module, ours)
 
 
 def _fold_norm(norm: torch.nn.Module, zero_centered: bool) -> None:

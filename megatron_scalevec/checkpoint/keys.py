@@ -8,6 +8,7 @@ stock key holds a *guard*, an empty tensor of a shape that no weight has. Megatr
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from megatron_scalevec.errors import ScaleVecError
@@ -15,38 +16,45 @@ from megatron_scalevec.errors import ScaleVecError
 __all__ = [
     "GUARD",
     "GUARD_SHAPE",
-    "RAW",
     "WEIGHT",
     "is_raw",
     "raw_key",
     "require_raw_weights",
+    "stacked_axes",
     "stock_key",
 ]
 
 WEIGHT = "weight"
-RAW = "scalevec_weight"
+_RAW = "scalevec_"
 GUARD = "scalevec_guard"
 GUARD_SHAPE = (1, 1, 1)
 """Behind the axes over which layers and experts are stacked. Weights have one or two of their own there."""
 
 
 def raw_key(key: str) -> str:
-    """``a.b.weight`` to ``a.b.scalevec_weight``. Keys of optimizer states end in the parameter's."""
+    """``a.b.weight`` to ``a.b.scalevec_weight``, ``a.gate_weight`` to ``a.scalevec_gate_weight``. Keys of
+    optimizer states end in the parameter's."""
     stem, dot, last = key.rpartition(".")
-    if last != WEIGHT:
+    if not last.endswith(WEIGHT) or last.startswith(_RAW):
         raise ValueError(f"{key} is no weight's key")
-    return f"{stem}{dot}{RAW}"
+    return f"{stem}{dot}{_RAW}{last}"
 
 
 def is_raw(key: str) -> bool:
     """Whether a key is one that :func:`raw_key` makes."""
-    return key.rpartition(".")[2] == RAW
+    last = key.rpartition(".")[2]
+    return last.startswith(_RAW) and last.endswith(WEIGHT)
 
 
 def stock_key(key: str) -> str:
     """The inverse of :func:`raw_key`; any other key as it is."""
     stem, dot, last = key.rpartition(".")
-    return f"{stem}{dot}{WEIGHT}" if last == RAW else key
+    return f"{stem}{dot}{last.removeprefix(_RAW)}" if is_raw(key) else key
+
+
+def stacked_axes(key: str) -> int:
+    """Axes over which a tensor's layers and experts are stacked: their numbers are not in the key then."""
+    return len(re.findall(r"\b(?:layers|experts\.experts)\.(?!\d)", key))
 
 
 def require_raw_weights(folder: str, args: Any) -> None:

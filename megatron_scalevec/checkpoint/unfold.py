@@ -18,7 +18,14 @@ import torch
 from megatron_scalevec.checkpoint.draft import Draft, Family
 from megatron_scalevec.checkpoint.keys import raw_key
 from megatron_scalevec.checkpoint.store import Box
-from megatron_scalevec.checkpoint.tables import Dimensions, Site, find_linears, find_norms
+from megatron_scalevec.checkpoint.tables import (
+    Dimensions,
+    Site,
+    find_linears,
+    find_norms,
+    of_experts,
+    sites_by_norm,
+)
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.decay import decays
 from megatron_scalevec.decisions import SHARED, LinearPlan, norm_keeps_scale, plan_linear
@@ -48,14 +55,13 @@ class Unfolding:
         self.config = config
         self.dimensions = Dimensions.of(draft.args)
         self.changes_function = False
-        self._without_decay = False
+        self._without_decay: set[bool] = set()  # as Draft.set_decay_groups takes it
         self._touched = False
         self._known: set[str] = set()  # 1-D parameters whose decay has been looked at
         keys = draft.model_keys
         # Read before anything is changed.
-        for site in find_linears(keys):
-            if site.kind.site in config.sites:
-                self._linear(site)
+        for sites in sites_by_norm(site for site in find_linears(keys) if site.kind.site in config.sites):
+            self._linears(sites)
         for kind, path in find_norms(keys):
             if kind.site in config.sites:
                 self._norm_site(path)
@@ -70,8 +76,21 @@ class Unfolding:
         for key, value in config.as_arguments().items():
             setattr(draft.args, key, value)
 
-    def _linear(self, site: Site) -> None:
-        weight = f"{site.path}.weight"
+    def _linears(self, sites: list[Site]) -> None:
+        """All linears that one norm feeds, and the norm."""
+        plans = [self._linear(site) for site in sites]
+        norm = sites[0].norm
+        if norm is None:
+            return
+        if plans[0].retires_norm:
+            self._retire(f"{norm}weight", f"{norm}bias")
+        elif sites[0].kind.mixture:
+            self._keep_or_move(norm, "input", needs_sum=False)
+        else:
+            self._note(f"{norm}weight", "input", is_vector=True)
+
+    def _linear(self, site: Site) -> LinearPlan:
+        weight = site.weight
         rows = self.draft.reader.tensors[weight].shape[-2]
         row_map = site.kind.rows(self.dimensions, rows)
         if row_map.branch_of_row.numel() != rows:
@@ -79,33 +98,42 @@ class Unfolding:
                 f"{weight} has {rows} rows, and the arguments in the checkpoint speak of "
                 f"{row_map.branch_of_row.numel()}: they do not belong together."
             )
+        fed = site.kind.fed_by_norm
         plan = plan_linear(
             self.config,
             row_map.branches,
-            fed_by_norm=site.kind.fed_by_norm,
+            fed_by_norm=fed,
             zero_centered=self.dimensions.zero_centered,
             has_heads=site.kind.has_heads,
+            norm_feeds_others=site.kind.mixture,
         )
         self._touched = True
         if plan.retires_norm:
             self._require_kept(site, plan, row_map.branches)
+        owner, like = self._owner(site)
         for branch in plan.in_branches:
             self._add_vector(
-                f"{site.path}.gamma_in_{branch}",
+                f"{owner}.gamma_in_{branch}",
                 self.draft.reader.tensors[weight].shape[-1],
-                weight,
+                like,
                 f"{site.norm}weight" if plan.retires_norm else None,
             )
         sizes = dict(zip(row_map.branches, row_map.sizes))
         for branch in plan.out_branches:
-            self._add_vector(f"{site.path}.gamma_out_{branch}", sizes[branch], weight, None)
-        if plan.retires_norm:
-            self._retire(f"{site.norm}weight", f"{site.norm}bias")
-        elif site.kind.fed_by_norm:
-            self._note(f"{site.norm}weight", "input", is_vector=True)
+            self._add_vector(f"{owner}.gamma_out_{branch}", sizes[branch], like, None)
         added = [branch for branch in plan.normalized if self._normalize(site, branch)]
         if plan.has_vectors or added:
             self.draft.make_raw(weight)
+        return plan
+
+    def _owner(self, site: Site) -> tuple[str, str]:
+        """Path of the vectors of a linear, and a weight that is stacked over layers and experts as they
+        are."""
+        owner = site.owner(shared=self.config.experts == "shared")
+        if owner == site.path:
+            return owner, site.weight
+        # Vectors that all experts have in common are a part of the dense model, like the router.
+        return owner, f"{owner.removesuffix('.experts')}.router.weight"
 
     def _require_kept(self, site: Site, plan: LinearPlan, branches: Iterable[str]) -> None:
         """A trained scale must have somewhere to go."""
@@ -137,19 +165,19 @@ class Unfolding:
                     )
             self._retire(weight, f"{path}.bias")
             return
-        self._keep_or_move(path, "input", needs_sum=False)
+        self._keep_or_move(f"{path}.", "input", needs_sum=False)
 
-    def _keep_or_move(self, path: str, role: str, *, needs_sum: bool) -> None:
+    def _keep_or_move(self, stem: str, role: str, *, needs_sum: bool) -> None:
         """An existing norm keeps its scale, or gives it to a vector of ours."""
-        weight = f"{path}.weight"
+        weight = f"{stem}weight"
         if norm_keeps_scale(
             self.config, role=role, zero_centered=self.dimensions.zero_centered, needs_sum=needs_sum
         ):
             self._note(weight, role, is_vector=True)
             return
         size = self.draft.reader.tensors[weight].shape[-1]
-        self._add_vector(f"{path}.gamma", size, weight, weight, role=role)
-        self._retire(weight, f"{path}.bias", raw=True)
+        self._add_vector(f"{stem}gamma", size, weight, weight, role=role)
+        self._retire(weight, f"{stem}bias", raw=True)
 
     def _normalize(self, site: Site, branch: str) -> bool:
         """A norm behind q, k or v. Returns whether it was added, rather than found."""
@@ -157,7 +185,7 @@ class Unfolding:
         is_v = branch == "v"
         role = self.config.decay_v_norm if is_v else "output"
         if f"{path}.weight" in self.draft.reader.tensors:
-            self._keep_or_move(path, role, needs_sum=is_v)
+            self._keep_or_move(f"{path}.", role, needs_sum=is_v)
             return False
         self.changes_function = True
         like, size = f"{site.norm}weight", self.dimensions.head_dim
@@ -178,7 +206,8 @@ class Unfolding:
             self.draft.add_parameter(
                 f"{path}.bias", size, like, lambda *_: torch.zeros(size), trained=not is_v
             )
-            self._without_decay |= not is_v
+            if not is_v:
+                self._without_decay.add(False)
         return True
 
     def _add_vector(self, name: str, size: int, like: str, gamma: str | None, role: str = "input") -> None:
@@ -200,8 +229,8 @@ class Unfolding:
                 part_of(part.suffix),
                 dtype=torch.float32 if self.config.vector_dtype == "fp32" else None,
             )
-            decay = decays("direction" if part.direction else role, True, self.config.weight_decay)
-            self._without_decay |= not decay
+            if not decays("direction" if part.direction else role, True, self.config.weight_decay):
+                self._without_decay.add(of_experts(name))
 
     def _gamma(self, family: Family, key: str, index: tuple[int, ...]) -> torch.Tensor:
         """γ as it acts, whatever is stored."""
@@ -239,7 +268,8 @@ class Unfolding:
 
     def _note(self, key: str, role: str, *, is_vector: bool) -> None:
         self._known.add(key)
-        self._without_decay |= not decays(role, is_vector, self.config.weight_decay)
+        if not decays(role, is_vector, self.config.weight_decay):
+            self._without_decay.add(of_experts(key))
 
     def _look_at_others(self) -> None:
         """One-dimensional parameters outside of the strategy: none decays, but q/k norms under ``all``."""

@@ -21,6 +21,7 @@ from megatron_scalevec.checkpoint.draft import Draft
 from megatron_scalevec.checkpoint.fold import Folding
 from megatron_scalevec.checkpoint.keys import GUARD_SHAPE
 from megatron_scalevec.checkpoint.store import Box, CheckpointReader
+from megatron_scalevec.checkpoint.tables import find_linears
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 
@@ -140,10 +141,13 @@ class _Stock:
         self._pieces: dict[str, list] = {}
         for piece in draft.pieces:
             self._pieces.setdefault(piece.key, []).append(piece)
+        sites = [site for site in find_linears(self._pieces) if site.norm is not None]
+        self._norm_of = {site.weight: f"{site.norm}weight" for site in sites}
+        self._norm_of |= {f"{site.norm}bias": f"{site.norm}weight" for site in sites}
         self._zero_centered = bool(getattr(draft.args, "apply_layernorm_1p", False))
 
     def keys(self) -> set[str]:
-        return {key for key in self._pieces if not key.endswith(".layer_norm_weight")}
+        return self._pieces.keys() - set(self._norm_of.values())
 
     def shape(self, key: str) -> tuple[int, ...]:
         return self._pieces[key][0].shape
@@ -154,16 +158,17 @@ class _Stock:
     def read(self, key: str, box: Box) -> torch.Tensor:
         [piece] = [piece for piece in self._pieces[key] if piece.box == box]
         values = piece.make().double()
-        stem, _, last = key.rpartition(".")
-        norm = f"{stem}.layer_norm_weight"
-        if norm not in self._pieces or last not in ("weight", "layer_norm_bias"):
+        norm = self._norm_of.get(key)
+        if norm not in self._pieces:
             return values
         gamma = self._whole(norm)
         gamma = gamma + 1 if self._zero_centered else gamma
         leading = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))
-        if last == "weight":
-            columns = leading[-1]
-            return values * gamma[leading[:-2]][..., None, columns]
+        if key != norm.removesuffix("weight") + "bias":
+            layers = gamma.dim() - 1
+            own = gamma[leading[:layers]][..., leading[-1]]
+            # One norm for all experts of a layer, and for all rows of a weight.
+            return values * own.view(*own.shape[:-1], *[1] * (values.dim() - own.dim()), own.shape[-1])
         own = gamma[leading]
         return values / torch.where(own == 0, torch.ones_like(own), own)
 

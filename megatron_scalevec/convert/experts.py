@@ -46,6 +46,7 @@ class ReplicatedSite(LinearSite):
 
     def convert(self, **what: Any) -> None:
         """As the base class's."""
+        what.pop("in_optimizer")  # refused earlier
         [branch] = self.branches()
         self.leaf.convert(self.linear, branch, site=self.name, layer=self.layer, **what)
 
@@ -69,6 +70,7 @@ class RoutedSite(LinearSite):
 
     def convert(self, **what: Any) -> None:
         """As the base class's."""
+        what.pop("in_optimizer")  # refused earlier
         what, rows = {"site": self.name, "layer": self.layer, **what}, self.row_map()
         for linear in self.linears:
             _leaf(linear).convert(linear, rows, borrows=self.share, **what)

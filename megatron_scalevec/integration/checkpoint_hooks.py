@@ -96,6 +96,8 @@ def base_checkpoint(current: Session, original):
                 _restore(args, saved)
             else:
                 _require_same(current, args, saved, load_dir)
+                if current.config.active:
+                    _require_same_optimizers(args, saved, load_dir)
         return result
 
     return _load_base_checkpoint
@@ -198,6 +200,21 @@ def _require_same_execution(config: ScaleVecConfig, saved: Any, load_dir: str) -
 
 
 _MEANING = {"autograd": "the raw weight", "optimizer": "the folded one"}
+
+
+def _require_same_optimizers(args: Any, saved: Any, load_dir: str) -> None:
+    """Megatron has an optimizer of their own for experts that are spread over ranks, and its loading of the
+    optimizer's state ends in a KeyError or in "Expected 2 entries in state dict" between one and two."""
+    left_out = ("finetune", "no_load_optim")
+    if any(getattr(args, name, False) for name in left_out) or getattr(saved, "no_save_optim", False):
+        return
+    was, now = (int(getattr(of, "expert_model_parallel_size", None) or 1) for of in (saved, args))
+    if getattr(args, "num_experts", None) and (was == 1) != (now == 1):
+        raise ScaleVecError(
+            f"the checkpoint in {load_dir} was saved with --expert-model-parallel-size {was}, this run asks "
+            f"for {now}, and Megatron loads no optimizer state across the step from one expert-parallel rank "
+            "to several or back: keep one rank or several, or leave the state behind with --no-load-optim."
+        )
 
 
 def _flags_of(saved: Any) -> list[str]:

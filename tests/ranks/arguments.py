@@ -106,6 +106,10 @@ LAYOUTS = {
 EXPERT_LAYOUTS = {
     **{name: LAYOUTS[name] for name in ("serial", "tp2-sp", "pp2")},
     "ep2": (2, ["--expert-model-parallel-size", "2"]),
+    "ep2-dp2": (
+        4,
+        "--expert-model-parallel-size 2 --use-distributed-optimizer --micro-batch-size 1".split(),
+    ),
     "ep2-distopt": (
         2,
         "--expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "

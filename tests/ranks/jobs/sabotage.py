@@ -177,7 +177,44 @@ def _check_before_gathering(patches) -> None:
     patches.wrap(DistributedDataParallel, "disable_forward_pre_hook", without_gathering)
 
 
+def _change_one_copy(patches) -> None:
+    """Rank 3 has another value in the first vector of an expert."""
+    import torch
+
+    from megatron_scalevec.integration import step_hooks
+    from megatron_scalevec.vectors import vector_info
+
+    def changed(check):
+        def check_replicas(chunks, *args):
+            chunks = list(chunks)
+            named = [item for chunk in chunks for item in chunk.named_parameters()]
+            vectors = (param for name, param in named if ".experts." in name and vector_info(param))
+            with torch.no_grad():
+                next(vectors).add_(float(torch.distributed.get_rank() == 3))
+            return check(chunks, *args)
+
+        return check_replicas
+
+    patches.wrap(step_hooks, "check_replicas", changed)
+
+
+def _keep_an_expert_idle(patches) -> None:
+    """No sabotage of the package: expert 3 of models with a bias for the choice is never chosen."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def with_bias(original):
+        def __init__(self, *args, **kwargs):
+            original(self, *args, **kwargs)
+            self.expert_bias[3] = -100.0
+
+        return __init__
+
+    patches.wrap(TopKRouter, "__init__", with_bias)
+
+
 SABOTAGE = {
+    "one copy": _change_one_copy,
+    "idle expert": _keep_an_expert_idle,
     "tensor-parallel-sum": _drop_tensor_parallel_sum,
     "row-map": _wrong_row_map,
     "marked-as-sharded": _mark_as_sharded,

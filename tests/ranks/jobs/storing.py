@@ -12,11 +12,13 @@ from ranks.initial import fill_by_name
 
 __all__ = [
     "fold_in_process",
+    "load_experts",
     "load_model",
     "measure_memory",
     "round_trips",
     "save_model",
     "scalevec",
+    "store_experts",
     "verify_wrong",
 ]
 
@@ -25,6 +27,7 @@ def arguments_of(config: Any, strategy: Any = None) -> argparse.Namespace:
     """What Megatron's own arguments would say of a model, as far as the tools look at them."""
     args = argparse.Namespace(
         num_layers=config.num_layers,
+        num_experts=config.num_moe_experts,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         group_query_attention=True,
@@ -69,9 +72,10 @@ def load(model: torch.nn.Module, folder: str, strict: str = "raise_all") -> None
 
 def _build(kind: str, config: dict[str, Any] | None, dtype: str, overrides: dict[str, Any] | None):
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
-    from ranks.models import build_gpt
+    from ranks.models import EXPERTS, build_gpt
 
-    model = build_gpt(kind, getattr(torch, dtype), **(overrides or {}))
+    more = {**EXPERTS.get(kind, {}), **(overrides or {})}
+    model = build_gpt("llama" if kind in EXPERTS else kind, getattr(torch, dtype), **more)
     strategy = ScaleVecConfig(**config) if config else None
     if strategy is not None:
         apply_scale_vectors(model, strategy)
@@ -124,6 +128,62 @@ def load_model(
     except (KeyError, CheckpointingException, CheckpointException) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {name: param.detach().float().numpy().copy() for name, param in model.named_parameters()}
+
+
+def store_experts(folder: str, cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Models with experts, each saved from as many expert-parallel ranks as there are.
+
+    Args:
+        folder: For the checkpoints.
+        cases: Kinds of models and configurations of strategies.
+
+    Returns:
+        For each case ``stock``: what a stock model says on loading it, by strictness; ``other``: names of
+        parameters that are not loaded as they were saved, in the same layout.
+    """
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from ranks.models import initialize_parallel
+
+    sizes = {"expert_model_parallel_size": int(os.environ["WORLD_SIZE"])}
+    initialize_parallel(**sizes)
+    results = []
+    for number, (kind, config) in enumerate(cases):
+        path = os.path.join(folder, str(number))
+        model, strategy = _build(kind, config, "float32", sizes)
+        fill_by_name(model, 0, 1)
+        save(model, path, strategy)
+        result: dict[str, Any] = {"stock": {}}
+        for strict in ("raise_all", "ignore_all"):
+            stock, _ = _build(kind, None, "float32", sizes)
+            try:
+                load(stock, path, strict)
+                result["stock"][strict] = "loaded"
+            except (KeyError, CheckpointingException, CheckpointException) as error:
+                result["stock"][strict] = str(error)
+        again, _ = _build(kind, config, "float32", sizes)
+        result["other"] = _not_loaded(again, path)
+        results.append(result)
+    return results
+
+
+def load_experts(folder: str, cases: list[tuple[str, dict[str, Any]]]) -> list[list[str]]:
+    """What :func:`store_experts` has saved, on one rank: names of parameters with other values."""
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    return [
+        _not_loaded(_build(kind, config, "float32", None)[0], os.path.join(folder, str(number)))
+        for number, (kind, config) in enumerate(cases)
+    ]
+
+
+def _not_loaded(model: torch.nn.Module, path: str) -> list[str]:
+    load(model, path)
+    loaded = {name: param.detach().clone() for name, param in model.named_parameters()}
+    fill_by_name(model, 0, 1)
+    return [name for name, param in model.named_parameters() if not torch.equal(param, loaded[name])]
 
 
 def scalevec(arguments: list[str]) -> None:
