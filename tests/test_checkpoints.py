@@ -224,6 +224,22 @@ def test_a_folded_checkpoint_goes_on_in_stock_megatron(ranks, tmp_path):
         ranks.run("train", argv=[*argv, *load], plugin=False, by_name=False)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_unfolded_trained_and_folded(ranks, stock, tmp_path, dtype, tolerance):
+    """Twenty steps of the real loop from a stock run's weights: the folded model computes the same."""
+    start, trained, folded = (str(tmp_path / name) for name in ("start", "trained", "folded"))
+    tool = ["unfold", str(stock[0]), start, "--ckpt-step", "5", "--strategy", "unified-foldable"]
+    ranks.run("scalevec", arguments=[*tool, "--no-check"])
+    flags = ["--use-checkpoint-args", "--load", start, "--finetune", "--train-iters", "20"]
+    flags += ["--save", trained, "--save-interval", "20", *(["--bf16"] if dtype == "bfloat16" else [])]
+    [run] = ranks.run("train", argv=tiny_gpt("llama", *RESHARDABLE, *flags), by_name=False)
+    assert len(run["losses"]) == 20 and run["audit"]["strategy"] == "unified-foldable"
+    ranks.run("scalevec", arguments=["fold", trained, folded, "--no-check"])
+    [[same, other]] = ranks.run("logit_differences", first=trained, others=[folded, start], dtype=dtype)
+    assert same < tolerance
+    assert other > 10 * tolerance  # training has moved what is compared
+
+
 def test_the_format_torch_is_refused_by_stock_megatron_too(ranks, tmp_path):
     """It loads a second time without strictness when the first attempt fails."""
     argv = tiny_gpt("llama", "--ckpt-format", "torch")

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["logits_of", "main"]
 
 # One rank, local layers, no low precision, and nothing that is for training alone.
 _SETTINGS: dict[str, Any] = {
@@ -28,6 +28,11 @@ _SETTINGS: dict[str, Any] = {
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
+    # From 0.19 on; Megatron's validation has derived the run's from its parallel sizes.
+    "tensor_parallel_num_weight_shards": None,
+    "gtp_weight_remat_size": 1,
+    "expert_tensor_parallel_num_weight_shards": None,
+    "expert_gtp_weight_remat_size": 1,
     "sequence_parallel": False,
     "data_parallel_size": 1,
     "world_size": 1,
@@ -69,11 +74,19 @@ def main(paths: list[str]) -> None:
         torch.distributed.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        first, second = (_logits(path) for path in paths)
+        first, second = (logits_of(path) for path in paths)
     print(json.dumps({"difference": float((first - second).abs().max() / first.abs().max())}))
 
 
-def _logits(path: str):
+def logits_of(path: str, dtype: Any = None):
+    """Logits on random tokens, in float32, of shape ``[2, tokens, vocabulary]``.
+
+    Megatron's model parallel state must be set up, for one rank, and CPU mode be on.
+
+    Args:
+        path: A checkpoint.
+        dtype: Cast the model's parameters to it once they are loaded; otherwise they are float32.
+    """
     import torch
 
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
@@ -84,7 +97,7 @@ def _logits(path: str):
     model = _build(args)
     apply_scale_vectors(model, ScaleVecConfig.from_namespace(args))
     _load(model, str(reader.folder))
-    model.eval()
+    model.to(dtype).eval()
     vocabulary = reader.tensors["embedding.word_embeddings.weight"].shape[0]
     length = min(_TOKENS, args.max_position_embeddings or _TOKENS)
     tokens = torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import importlib.util
@@ -82,8 +83,7 @@ def _fork_writers() -> None:
 
 def run(job: Job, world_size: int, timeout: float, arguments: dict[str, Any]):
     """Fork, wait, collect. Returns (failures, results by rank)."""
-    port = _free_port()
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    with _reserved_port() as port, tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         sys.stdout.flush()
         sys.stderr.flush()
         pids = {}
@@ -172,10 +172,17 @@ def _file(folder: str, rank: int, kind: str) -> str:
     return os.path.join(folder, f"{rank}.{kind}")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+@contextlib.contextmanager
+def _reserved_port():
+    """A port for the ranks' store that nobody else is given meanwhile, other pools least of all.
+
+    On Linux a socket that asks for reuse may bind where another one is bound, allows it, and does not listen;
+    the kernel hands out only ports at which nothing is bound.
+    """
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield holder.getsockname()[1]
 
 
 if __name__ == "__main__":

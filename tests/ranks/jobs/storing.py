@@ -14,6 +14,7 @@ __all__ = [
     "fold_in_process",
     "load_experts",
     "load_model",
+    "logit_differences",
     "measure_memory",
     "round_trips",
     "save_model",
@@ -287,6 +288,16 @@ def _round_trip(
         ]
         result["args"] = vars(first.args) == vars(second.args)
     return result
+
+
+def logit_differences(first: str, others: list[str], dtype: str = "float32") -> list[float]:
+    """Of whole runs' checkpoints: the largest difference relative to the largest logit of ``first``."""
+    from megatron_scalevec.checkpoint.logits import logits_of
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    own, *theirs = (logits_of(path, getattr(torch, dtype)).double() for path in (first, *others))
+    return [_difference(other, own) for other in theirs]
 
 
 def _logits(model: torch.nn.Module) -> torch.Tensor:
