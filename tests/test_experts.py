@@ -315,6 +315,14 @@ def test_a_shared_scale_stays_where_several_maps_take_it(ranks):
     assert found["linears_converted"] == 1 + 2 * 2
 
 
+@pytest.mark.parametrize("model", ["shared", "deepseek"])
+def test_a_trained_stock_model_is_taken_over(ranks, model):
+    """γ of one norm goes to all maps that it feeds, or stays there for all of them."""
+    configs = [{"strategy": strategy} for strategy in ("hg", "or", "iwd", "unified-foldable")]
+    [differences] = ranks.run("start_from_stock", configs=configs, experts=model)
+    assert max(differences) < 1e-6, list(zip(configs, differences))
+
+
 def test_multi_token_prediction_beside_latent_attention_and_experts(ranks):
     [found] = ranks.run(
         "expert_audit", config={"strategy": "unified"}, experts="deepseek", overrides={"mtp_num_layers": 1}

@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ranks.arguments import tiny_gpt
 
-from megatron_scalevec.checkpoint import store, verify
+from megatron_scalevec import ScaleVecError
+from megatron_scalevec.checkpoint import commands, store, verify
 
 ZERO_CENTERED = {"layernorm_zero_centered_gamma": True}
 GATE = {"attention_output_gate": True}
@@ -106,12 +108,33 @@ def test_models_that_stock_cannot_express_are_refused(ranks, tmp_path):
     assert results[0]["initial"] == [] and results[1]["initial"] == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ({"num_experts": 8}, "experts"),
+        ({"multi_latent_attention": True}, "latent attention"),
+        ({"heterogeneous_layers_config_encoded_json": "{}"}, "heterogeneous layers"),
+        ({"hybrid_layer_pattern": "M*-"}, "hybrid layers"),
+        ({"is_hybrid_model": True}, "hybrid layers"),
+        ({"experimental_attention_variant": "dsa"}, "experimental attention"),
+        ({"use_legacy_models": True}, "a legacy model"),
+    ],
+)
+def test_models_of_other_kinds_are_refused(arguments, kind):
+    """Rather than a part of their linears left out."""
+    with pytest.raises(ScaleVecError, match=f"holds {kind}, which cannot be folded or unfolded yet"):
+        commands.refuse_kinds(SimpleNamespace(**arguments))
+    commands.refuse_kinds(SimpleNamespace(num_experts=None, multi_latent_attention=False))
+
+
 def test_a_model_folds_in_place(ranks):
     cases = [
         {"kind": "llama", "config": {"strategy": "unified-foldable"}, "overrides": {"mtp_num_layers": 1}},
         {"kind": "gpt2", "config": {"strategy": "dp", "reparam": "unit", "sites": "attention,mlp,head"}},
         {"kind": "llama", "config": {"strategy": "hg"}, "dtype": "bfloat16"},
         {"kind": "llama", "config": {"strategy": "or"}, "overrides": ZERO_CENTERED},
+        {"kind": "mla", "config": {"strategy": "dp", "reparam": "unit"}},
+        {"kind": "mla", "config": {"strategy": "or"}},
         {"kind": "qk-norm", "config": {"strategy": "unified"}},
     ]
     [results] = ranks.run("fold_in_process", cases=cases)

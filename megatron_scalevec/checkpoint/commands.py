@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 
-__all__ = ["fold_checkpoint", "main", "unfold_checkpoint"]
+__all__ = ["fold_checkpoint", "main", "refuse_kinds", "unfold_checkpoint"]
 
 _INTERRUPTED = 130
 
@@ -85,7 +85,7 @@ def unfold_checkpoint(
             f"{reader.folder} carries scale vectors already ({was.describe()}); scalevec fold makes it stock "
             "again."
         )
-    _refuse_kinds(reader.args)
+    refuse_kinds(reader.args)
     draft = Draft(reader, optimizer=optimizer)
     if config.lr_mult and len(draft.families) > 1:
         raise ScaleVecError(
@@ -126,7 +126,7 @@ def fold_checkpoint(
     from megatron_scalevec.checkpoint.store import CheckpointReader
 
     reader = CheckpointReader(source, step)
-    _refuse_kinds(reader.args)
+    refuse_kinds(reader.args)
     draft = Draft(reader, optimizer=optimizer)
     work = Folding(draft)
     finding = _write(draft, out, check)
@@ -168,7 +168,15 @@ _KINDS = {
 that show them."""
 
 
-def _refuse_kinds(args: argparse.Namespace) -> None:
+def refuse_kinds(args: argparse.Namespace) -> None:
+    """Refuse a checkpoint of which only a part would be converted.
+
+    Args:
+        args: Megatron's arguments in it.
+
+    Raises:
+        ScaleVecError: It holds a model of another kind.
+    """
     for kind, names in _KINDS.items():
         if any(getattr(args, name, None) for name in names):
             raise ScaleVecError(

@@ -18,6 +18,7 @@ __all__ = [
     "fold_by_hand",
     "latent_refused",
     "linear_in_bfloat16",
+    "start_from_stock",
 ]
 
 
@@ -137,6 +138,30 @@ def convert_trained(config: dict[str, Any], kind: str = "llama") -> dict[str, An
         "difference": _difference(logits(), before),
         "norms": {float(value) for norm in norms for value in norm.weight},
     }
+
+
+def start_from_stock(configs: list[dict[str, Any]], experts: str) -> list[float]:
+    """Load a stock model's trained weights into a converted one, as ``--finetune`` does.
+
+    Returns:
+        For each configuration the relative difference of the logits.
+    """
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from ranks.models import EXPERTS, SIZES, build_gpt, initialize_parallel
+
+    initialize_parallel()
+    tokens = torch.arange(SIZES["sequence"])[None]
+    stock = build_gpt(**EXPERTS[experts])
+    fill_by_name(stock, 0, 1)
+    expected, state = stock(tokens, tokens, None).detach(), stock.state_dict()
+    differences = []
+    for config in configs:
+        model = build_gpt(**EXPERTS[experts])
+        apply_scale_vectors(model, ScaleVecConfig(**config))
+        model.scalevec_starts_from_stock = True
+        model.load_state_dict(state, strict=False)
+        differences.append(_difference(model(tokens, tokens, None).detach(), expected))
+    return differences
 
 
 def convert_refused(case: str, config: dict[str, Any] | None = None) -> dict[str, Any]:
