@@ -111,7 +111,9 @@ def test_models_that_stock_cannot_express_are_refused(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [
-        ({"num_experts": 8}, "experts"),
+        ({"moe_latent_size": 8}, "experts behind a latent projection"),
+        ({"moe_single_grouped_weight": True}, "experts in one tensor"),
+        ({"moe_mlp_glu_interleave_size": 4}, "experts with interleaved rows"),
         ({"multi_latent_attention": True}, "latent attention"),
         ({"heterogeneous_layers_config_encoded_json": "{}"}, "heterogeneous layers"),
         ({"hybrid_layer_pattern": "M*-"}, "hybrid layers"),
@@ -124,7 +126,7 @@ def test_models_of_other_kinds_are_refused(arguments, kind):
     """Rather than a part of their linears left out."""
     with pytest.raises(ScaleVecError, match=f"holds {kind}, which cannot be folded or unfolded yet"):
         commands.refuse_kinds(SimpleNamespace(**arguments))
-    commands.refuse_kinds(SimpleNamespace(num_experts=None, multi_latent_attention=False))
+    commands.refuse_kinds(SimpleNamespace(num_experts=8, multi_latent_attention=False))
 
 
 def test_a_model_folds_in_place(ranks):

@@ -108,7 +108,7 @@ def _convert(model: LanguageModule, config: ScaleVecConfig) -> None:
         )
     if config.execution == "optimizer" and _not_proven_in_optimizer(model):
         raise ScaleVecError(
-            "--scalevec-execution optimizer is not proven yet for experts, latent attention and hybrid models; "
+            "--scalevec-execution optimizer is not proven yet for experts, latent attention and hybrids; "
             "use --scalevec-execution autograd."
         )
     sites = list(find_sites(model, config))
