@@ -108,8 +108,8 @@ def _convert(model: LanguageModule, config: ScaleVecConfig) -> None:
         )
     if config.execution == "optimizer" and _not_proven_in_optimizer(model):
         raise ScaleVecError(
-            "--scalevec-execution optimizer is not proven yet for experts, latent attention and hybrid models; "
-            "use --scalevec-execution autograd."
+            "--scalevec-execution optimizer is not proven yet for experts, latent attention and hybrid "
+            "models; use --scalevec-execution autograd."
         )
     sites = list(find_sites(model, config))
     for site in sites:
