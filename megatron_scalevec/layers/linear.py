@@ -46,13 +46,15 @@ def add_vectors(
     dtype: torch.dtype | None,
     like: torch.nn.Parameter,
     holder: Literal["linear", "replicated"] = "linear",
+    summed_by_megatron: bool = False,
     rename: Callable[[str], str] = lambda name: name,
 ) -> None:
     """Register the vectors of one map on ``owner``; arguments as of :meth:`FoldedLinear.convert`.
 
     Args:
-        holder: Whether tensor-parallel ranks share the weight or all hold it whole. In that case Megatron
-            sums the weight's gradient where the ranks see different tokens, and is told to sum theirs.
+        holder: Whether the vectors are a linear's, or of a parameter that every rank holds whole.
+        summed_by_megatron: Whether Megatron sums the weight's gradient where tensor-parallel ranks see
+            different tokens, and is to sum that of the vectors as well.
         like: As :func:`~megatron_scalevec.vectors.add_vector` takes it.
         rename: From :func:`gamma_name` to the name on the owner, where it holds those of several maps.
     """
@@ -67,7 +69,7 @@ def add_vectors(
     for branch, size in zip(row_map.branches, row_map.sizes):
         if branch in out_branches:
             add(branch, "out", torch.ones(size))
-    if holder == "replicated":
+    if summed_by_megatron:
         for name in owner._parameters.keys() - before:
             owner._parameters[name].sequence_parallel = bool(getattr(like, "sequence_parallel", False))
 
@@ -205,8 +207,8 @@ class FoldedLinear(common.Folded):
 
     @classmethod
     def _add_own(cls, linear: torch.nn.Module, row_map: RowMap, **what: Any) -> None:
-        holder = "replicated" if cls.parallel == "replicated" else "linear"
-        add_vectors(linear, row_map, like=linear.weight, holder=holder, **what)
+        whole = cls.parallel == "replicated"
+        add_vectors(linear, row_map, like=linear.weight, summed_by_megatron=whole, **what)
 
     def lend(self, gammas: Mapping[str, torch.Tensor] | None) -> None:
         """Hand in the vectors of a linear that borrows them, for the forward passes to come.

@@ -79,6 +79,7 @@ class FoldedReplicated(common.Folded):
             dtype=dtype,
             like=weight,
             holder="replicated",
+            summed_by_megatron=True,
         )
 
     def input_vectors(self) -> list[str | None]:
