@@ -227,9 +227,9 @@ def _norm_before(kind: LinearKind, path: str, layer: str, known: set[str]) -> st
 
 
 def sites_by_norm(sites: Iterable[Site]) -> list[list[Site]]:
-    """Linears that one norm feeds together; any other by itself."""
+    """Linears that one norm feeds together, routed experts' behind the others; any other by itself."""
     groups: dict[str, list[Site]] = {}
-    for site in sites:
+    for site in sorted(sites, key=lambda site: of_experts(site.path)):
         groups.setdefault(site.norm or site.weight, []).append(site)
     return list(groups.values())
 

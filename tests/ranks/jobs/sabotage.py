@@ -181,7 +181,7 @@ def _change_one_copy(patches) -> None:
     """Rank 3 has another value in the first vector of an expert."""
     import torch
 
-    from megatron_scalevec.integration import step_hooks
+    from megatron_scalevec import replicas
     from megatron_scalevec.vectors import vector_info
 
     def changed(check):
@@ -195,7 +195,7 @@ def _change_one_copy(patches) -> None:
 
         return check_replicas
 
-    patches.wrap(step_hooks, "check_replicas", changed)
+    patches.wrap(replicas, "check_replicas", changed)
 
 
 def _keep_an_expert_idle(patches) -> None:
