@@ -301,12 +301,19 @@ def logit_differences(first: str, others: list[str], dtype: str = "float32") -> 
 
 
 def _logits(model: torch.nn.Module) -> torch.Tensor:
+    """All that the output layer gives, for multi-token prediction too, which up to 0.16 asks for labels."""
     from ranks.models import SIZES
 
     size = SIZES["sequence"]
     tokens = torch.randint(SIZES["vocabulary"], (1, size), generator=torch.Generator().manual_seed(3))
+    found = []
+    hook = model.output_layer.register_forward_hook(
+        lambda module, _, output: found.append(output[0].double())
+    )
     with torch.no_grad():
-        return model(tokens, torch.arange(size)[None], None)[0].double()
+        model(tokens, torch.arange(size)[None], None, labels=tokens)
+    hook.remove()
+    return torch.stack(found)
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
