@@ -323,14 +323,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "add --ckpt-format torch, or drop --save",
     ),
     Refusal(
-        "optimizer-cpu-offload",
-        _given("optimizer_cpu_offload"),
-        "the weight-decay split is not proven with --optimizer-cpu-offload yet",
-        "drop that flag",
-    ),
-    Refusal(
         "precision-aware-optimizer",
-        _given("use_precision_aware_optimizer"),
+        # Offloading takes that flag, and keeps its own fp32 copies.
+        lambda args, _: (
+            bool(getattr(args, "use_precision_aware_optimizer", False))
+            and not getattr(args, "optimizer_cpu_offload", False)
+        ),
         "the weight-decay split is not proven with --use-precision-aware-optimizer yet",
         "drop that flag",
     ),

@@ -111,7 +111,6 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "optimizer": {"optimizer": "shampoo"},
         "layer-wise-float32": {"optimizer": "muon", "use_distributed_optimizer": True},
         "soap-checkpoints": {"optimizer": "soap", "save": "folder"},
-        "optimizer-cpu-offload": {"optimizer_cpu_offload": True},
         "precision-aware-optimizer": {"use_precision_aware_optimizer": True},
         "wd-on-qk-norms": {"apply_wd_to_qk_layernorm": True},
         "kitchen": {"use_kitchen": True},
@@ -242,10 +241,10 @@ def test_flags_reach_megatron_through_a_script_that_composes_its_command_line(ra
 
 def test_cpu_mode_says_what_it_hides(ranks):
     """The same command line goes to a cluster later."""
-    argv = ["--optimizer-cpu-offload", "--scalevec-strategy", "hg"]
+    argv = ["--use-precision-aware-optimizer", "--scalevec-strategy", "hg"]
     [found] = ranks.run("choose_for_cpu", argv=tiny_gpt("llama", *argv))
     assert "on GPUs this run would be refused: --scalevec-strategy hg" in found
-    assert "--optimizer-cpu-offload" in found
+    assert "--use-precision-aware-optimizer" in found
 
 
 def test_a_stock_run_does_not_save_beside_another_runs_audit(ranks, tmp_path):

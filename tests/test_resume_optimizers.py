@@ -11,6 +11,10 @@ TP2 = LAYOUTS["tp2"][1]
 OVERLAPS = LAYOUTS["dp2-distopt"][1]
 # The format in which Megatron can save SOAP at all, and load SGD again.
 TORCH = ["--ckpt-format", "torch"]
+OFFLOAD = (
+    "--bf16 --use-distributed-optimizer --optimizer-cpu-offload --use-precision-aware-optimizer "
+    "--optimizer-offload-fraction 0.5"
+).split()
 UNIFIED = ["--scalevec-strategy", "unified"]
 DNP = ["--scalevec-strategy", "dnp"]
 HG = ["--scalevec-strategy", "hg"]
@@ -25,6 +29,7 @@ def _names(values):
     [
         (1, ["--optimizer", "adam", *UNIFIED], {"adam"}),
         (2, ["--optimizer", "adam", *OVERLAPS, *UNIFIED], {"adam"}),
+        (2, ["--optimizer", "adam", *OFFLOAD, *UNIFIED], {"adam"}),
         (1, ["--optimizer", "sgd", *TORCH, *UNIFIED], {"sgd"}),
         (2, ["--optimizer", "muon", *TP2, *UNIFIED], {"adam", "muon"}),
         (2, ["--optimizer", "muon", "--bf16", *OVERLAPS, *HG], {"adam", "muon"}),

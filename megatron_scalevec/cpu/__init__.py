@@ -92,7 +92,7 @@ def uninstall() -> None:
 
 
 def _install_for_megatron(patches: PatchSet, stack: ExitStack) -> None:
-    from megatron_scalevec.cpu import attention, moe, norms, optimizers, recompute, startup
+    from megatron_scalevec.cpu import attention, moe, norms, offload, optimizers, recompute, startup
 
     startup.hide_packages(stack, *_GPU_ONLY_PACKAGES)
     startup.patch_core_startup(patches)
@@ -101,6 +101,7 @@ def _install_for_megatron(patches: PatchSet, stack: ExitStack) -> None:
     attention.patch_attention(patches)
     moe.patch_moe(patches)
     optimizers.patch_distributed_optimizer(patches)
+    offload.patch_offload(patches)
     if _found("megatron.training") and not _missing_dependency("megatron.training.initialize"):
         startup.patch_training_startup(patches)
 

@@ -72,8 +72,11 @@ class _Choice:
     flag: str
     value: Any
     only_if: Callable[[Any], bool] = bool
+    offloading: bool | None = None  # only with, or only without, an offloaded optimizer
 
     def apply(self, args: Any) -> list[str]:
+        if self.offloading not in (None, bool(getattr(args, "optimizer_cpu_offload", False))):
+            return []
         old = getattr(args, self.attribute)
         new = self.value(old) if callable(self.value) else self.value
         if old == new or not self.only_if(old):
@@ -157,12 +160,18 @@ _CHOICES = (
     _Choice("optimizer_cuda_graph", "--optimizer-cuda-graph", False),
     _Choice("te_rng_tracker", "--te-rng-tracker", False),
     # Memory of a GPU.
-    _Choice("use_precision_aware_optimizer", "--use-precision-aware-optimizer", False),
+    _Choice(
+        "use_precision_aware_optimizer",
+        "--use-precision-aware-optimizer",
+        False,
+        offloading=False,
+    ),
+    _Choice("pin_cpu_grads", "--no-pin-cpu-grads", False, offloading=True),
+    _Choice("pin_cpu_params", "--no-pin-cpu-params", False, offloading=True),
     _Choice("main_grads_dtype", "--main-grads-dtype", "fp32"),
     _Choice("main_params_dtype", "--main-params-dtype", "fp32"),
     _Choice("exp_avg_dtype", "--exp-avg-dtype", "fp32"),
     _Choice("exp_avg_sq_dtype", "--exp-avg-sq-dtype", "fp32"),
-    _Choice("optimizer_cpu_offload", "--optimizer-cpu-offload", False),
     _Choice("cpu_offloading_num_layers", "--cpu-offloading-num-layers", 0),
     _Choice("fine_grained_activation_offloading", "--fine-grained-activation-offloading", False),
     _Choice("offload_modules", "--offload-modules", _nothing),

@@ -39,6 +39,11 @@ def _make_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _create_states(optimizer: Any) -> None:
+    offloading = getattr(optimizer, "sub_optimizers", None)  # HybridDeviceOptimizer
+    if offloading is not None and not optimizer.state:
+        for part in offloading:
+            _create_states(part)
+        optimizer._sync_sub_optimizers_state_to_hdo()
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) or optimizer.state:
         return
     for group in optimizer.param_groups:

@@ -163,7 +163,9 @@ def _moments_of(optimizer: Any) -> list[str]:
             for param in group["params"]:
                 for key, value in sorted(inner.state.get(param, {}).items()):
                     if isinstance(value, torch.Tensor) and key != "step":
-                        found.append(f"{key} {hashlib.sha256(value.float().numpy().tobytes()).hexdigest()}")
+                        found.append(
+                            f"{key} {hashlib.sha256(value.detach().float().numpy().tobytes()).hexdigest()}"
+                        )
     return found
 
 
