@@ -8,6 +8,8 @@ import pytest
 import torch
 from ranks.arguments import LAYOUTS, tiny_gpt
 
+from megatron_scalevec.errors import ScaleVecError
+
 pytestmark = pytest.mark.needs_training
 
 TOKENS = [int(token) for token in torch.randint(0, 120, (24,), generator=torch.Generator().manual_seed(5))]
@@ -332,6 +334,25 @@ def test_an_export_is_that_of_the_folded_checkpoint(saved, tmp_path, name):
     assert first.keys() == second.keys()
     for key, tensor in first.items():
         torch.testing.assert_close(second[key], tensor, rtol=1e-6, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("mixtral", {"strategy": "unified-foldable"}),
+        ("qwen3_moe some layers", {"strategy": "dnp", "branches_off": ("v",)}),
+    ],
+)
+def test_experts_are_exported_after_folding(ranks, tmp_path, name, strategy):
+    from megatron_scalevec.checkpoint.commands import fold_checkpoint
+
+    case = {"argv": arguments(name), "folder": str(tmp_path / "trained"), "strategy": strategy}
+    [[made]] = ranks.run("save_models", cases=[case], tokens=TOKENS)
+    with pytest.raises(ScaleVecError, match="make a stock checkpoint of it first"):
+        export(tmp_path / "trained", tmp_path / "exported")
+    fold_checkpoint(tmp_path / "trained", tmp_path / "folded", check=False)
+    assert export(tmp_path / "folded", tmp_path / "exported").architecture == MODELS[name][0]
+    assert_close(transformers_logits(tmp_path / "exported"), made["logits"], 1e-5)
 
 
 def test_import_to_a_strategy(ranks, saved, tmp_path):

@@ -47,6 +47,11 @@ class FoldedCheckpoint:
         self._model = model
         config = ScaleVecConfig.from_namespace(reader.args)
         require_raw_weights(reader.folder, reader.args)
+        if config.owns_vectors and model.experts is not None:
+            raise ScaleVecError(
+                f"{reader.folder} has experts with scale vectors: make a stock checkpoint of it first "
+                "(scalevec fold), and export that."
+            )
         self._reparam = config.reparam if config.active else None
         self._row_maps = _row_maps(model)
 
