@@ -5,6 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+# The environment without megatron.training has no Triton either.
+pytestmark = pytest.mark.needs_training
+
 SCRIPTS = Path(__file__).parent / "scripts"
 
 

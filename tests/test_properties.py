@@ -19,24 +19,30 @@ from megatron_scalevec.config import (
 )
 
 ALL_BRANCHES = sorted(name for group in BRANCH_NAMES.values() for name in group)
+# What the dense models below have, which are without MTP and output gate.
+THERE = {"attention": ("q", "k", "v"), "mlp": ("gate", "up"), "projections": ("o", "down"), "head": ()}
+DENSE = sorted(name for group in THERE.values() for name in group)
 
 
 def maybe(values):
     return st.none() | st.sampled_from(sorted(values))
 
 
-configurations = st.fixed_dictionaries(
-    {"strategy": st.sampled_from([name for name in STRATEGIES if name != "stock"])},
-    optional={
-        "branches": maybe(BRANCHES),
-        "placement": maybe(PLACEMENTS),
-        "reparam": maybe(REPARAMS),
-        "weight_decay": maybe(WEIGHT_DECAYS),
-        "decay_v_norm": maybe(V_NORM_CLASSES),
-        "sites": st.lists(st.sampled_from(sorted(SITES)), min_size=1, unique=True).map(tuple),
-        "branches_off": st.lists(st.sampled_from(ALL_BRANCHES), max_size=3, unique=True).map(tuple),
-    },
-)
+def configurations(branches):
+    return st.fixed_dictionaries(
+        {"strategy": st.sampled_from([name for name in STRATEGIES if name != "stock"])},
+        optional={
+            "branches": maybe(BRANCHES),
+            "placement": maybe(PLACEMENTS),
+            "reparam": maybe(REPARAMS),
+            "weight_decay": maybe(WEIGHT_DECAYS),
+            "decay_v_norm": maybe(V_NORM_CLASSES),
+            "sites": st.lists(st.sampled_from(sorted(SITES)), min_size=1, unique=True).map(tuple),
+            "branches_off": st.lists(st.sampled_from(branches), max_size=3, unique=True).map(tuple),
+        },
+    )
+
+
 models = st.fixed_dictionaries(
     {
         "num_layers": st.integers(1, 3),
@@ -63,16 +69,15 @@ def resolved(values):
 
 
 def fitting(values, overrides):
-    """A configuration that has something to do in the models below, which have no MTP and no output gate, and
-    that they can carry."""
+    """A configuration that has something to do in the models below and that they can carry."""
     config = resolved(values)
     assume(config.weight_decay != "all" or not overrides["layernorm_zero_centered_gamma"])
-    there = {name for site in config.sites for name in BRANCH_NAMES.get(site, ())} - {"output_gate"}
-    assume(config.sites != ("mtp",) and set(config.branches_off) <= there)
+    assume(THERE.keys() & config.sites)
+    assume(set(config.branches_off) <= {name for site in config.sites for name in THERE.get(site, ())})
     return config
 
 
-@given(values=configurations)
+@given(values=configurations(ALL_BRANCHES))
 @settings(SETTINGS, max_examples=300)
 def test_a_configuration_is_what_its_own_description_says(values):
     """Resolved once, it resolves to itself; so do the strings that checkpoints hold."""
@@ -85,7 +90,7 @@ def test_a_configuration_is_what_its_own_description_says(values):
     assert ScaleVecConfig.from_namespace(namespace) == config
 
 
-@given(values=configurations, overrides=models)
+@given(values=configurations(DENSE), overrides=models)
 @SETTINGS
 def test_counts_start_and_values(ranks, values, overrides):
     """The audit finds what the configurations imply, conversion changes no bit of the function where no norm
@@ -99,7 +104,7 @@ def test_counts_start_and_values(ranks, values, overrides):
     assert found["gradient"] < 1e-9
 
 
-@given(values=configurations, overrides=models)
+@given(values=configurations(DENSE), overrides=models)
 @SETTINGS
 def test_w_eff_put_into_a_stock_model_gives_the_same_logits(ranks, values, overrides):
     """Wherever no norm comes between, scale vectors are a factor on the weights and nothing else."""
