@@ -243,6 +243,11 @@ class ScaleVecConfig:
                 f"--scalevec-decay-v-norm has no effect with --scalevec-placement {self.placement}: only "
                 "dual-norm has a norm on v; drop the flag."
             )
+        if "decay_v_norm" in given and self.weight_decay != "split" and not self.lr_mult:
+            raise ScaleVecError(
+                f"--scalevec-decay-v-norm has no effect with --scalevec-weight-decay {self.weight_decay}, "
+                "which does not tell the classes apart; drop one of the two."
+            )
         if "vector_dtype" in given and self.placement is None:
             raise ScaleVecError(
                 f"--scalevec-vector-dtype has no effect with --scalevec-strategy {self.strategy}, "

@@ -335,10 +335,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "wd-on-qk-norms",
         lambda args, config: (
-            bool(getattr(args, "apply_wd_to_qk_layernorm", False)) and config.weight_decay == "split"
+            bool(getattr(args, "apply_wd_to_qk_layernorm", False))
+            and config.weight_decay in ("split", "none")
         ),
         "--apply-wd-to-qk-layernorm decays the q/k norms, which are Output-Norms and do not decay under "
-        "--scalevec-weight-decay split",
+        "--scalevec-weight-decay split and none",
         "drop it, or use --scalevec-weight-decay all",
     ),
     Refusal(

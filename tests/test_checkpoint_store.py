@@ -148,7 +148,7 @@ def test_nothing_is_overwritten_and_errors_leave_nothing(tmp_path):
     assert CheckpointReader(target).read("a.weight").sum() == 12
     with pytest.raises(ScaleVecError, match="exists already"):
         small(target)
-    with pytest.raises(ScaleVecError, match="does not exist; create it first"):
+    with pytest.raises(ScaleVecError, match="or is no folder; create it first"):
         small(tmp_path / "no" / "such")
 
     def fail():

@@ -391,7 +391,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(ScaleVecError, match="exists already"):
         export_checkpoint(checkpoint, tmp_path / "there")
-    with pytest.raises(ScaleVecError, match="does not exist; create it"):
+    with pytest.raises(ScaleVecError, match="or is no folder; create it"):
         export_checkpoint(checkpoint, tmp_path / "no" / "parent")
 
     def stop(done, total):

@@ -137,7 +137,8 @@ def _instead(root: Path) -> str:
     whole = whole_iterations(root)
     if not whole:
         return f"there is no whole one in {root}"
-    return f"whole ones there: {', '.join(map(str, whole))} (--ckpt-step, or write one into {TRACKER_FILE})"
+    numbers = ", ".join(map(str, whole))
+    return f"whole ones there: {numbers} (--ckpt-step, for export --step, or write one into {TRACKER_FILE})"
 
 
 def _iteration_of(folder: Path) -> int | str | None:

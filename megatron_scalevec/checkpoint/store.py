@@ -277,7 +277,9 @@ def write_checkpoint(
     if os.path.lexists(target):
         raise ScaleVecError(f"{target} exists already, and nothing is overwritten: give another name.")
     if not target.absolute().parent.is_dir():
-        raise ScaleVecError(f"the folder {target.absolute().parent} does not exist; create it first.")
+        raise ScaleVecError(
+            f"the folder {target.absolute().parent} is not there, or is no folder; create it first."
+        )
     try:
         draft = Path(
             tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".incomplete", dir=target.absolute().parent)

@@ -28,7 +28,7 @@ def new_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
     if os.path.lexists(target):
         raise ScaleVecError(f"{target} exists already, and nothing is overwritten: give another name.")
     if not parent.is_dir():
-        raise ScaleVecError(f"the folder {parent} does not exist; create it first.")
+        raise ScaleVecError(f"the folder {parent} is not there, or is no folder; create it first.")
     draft = None
     try:
         draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".incomplete", dir=parent))

@@ -118,7 +118,7 @@ def _rows(model: Description, vocabulary: int | None) -> int:
     if not 0 < vocabulary <= model.vocabulary:
         raise ScaleVecError(
             f"--vocab-size {vocabulary}: the checkpoint's embedding has {model.vocabulary} rows, padding "
-            "included; give at most that many."
+            "included; give a number from 1 to that."
         )
     return vocabulary
 
