@@ -19,7 +19,14 @@ from packaging.version import Version
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 
-__all__ = ["REFUSALS", "Refusal", "refusals", "refuse_unsupported", "refuse_unsupported_experts"]
+__all__ = [
+    "REFUSALS",
+    "Refusal",
+    "given",
+    "refusals",
+    "refuse_unsupported",
+    "refuse_unsupported_experts",
+]
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Refusal:
     versions: str = ""  # megatron-core versions it is confined to
 
 
-def _given(*names: str) -> Callable[[Any, ScaleVecConfig], bool]:
+def given(*names: str) -> Callable[[Any, ScaleVecConfig], bool]:
     """Whether any of the arguments has a value other than None, False, zero or 'none'."""
 
     def applies(args: Any, _: ScaleVecConfig) -> bool:
@@ -55,8 +62,8 @@ def _has_experts(args: Any) -> bool:
 
 def _experts_with(*names: str) -> Callable[[Any, ScaleVecConfig], bool]:
     """Whether a model has experts, and any of the arguments is given."""
-    given = _given(*names)
-    return lambda args, config: _has_experts(args) and given(args, config)
+    has_any = given(*names)
+    return lambda args, config: _has_experts(args) and has_any(args, config)
 
 
 def _tensor_parallel(args: Any) -> int:
@@ -95,28 +102,28 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "op-fuser",
-        _given("use_transformer_engine_op_fuser"),
+        given("use_transformer_engine_op_fuser"),
         "--use-transformer-engine-op-fuser builds the MLP of TransformerEngine operations, which take the "
         "weight where scale vectors do not reach it",
         "drop that flag",
     ),
     Refusal(
         "grouped-dense-mlp",
-        _given("use_grouped_gemm_for_dense_mlp"),
+        given("use_grouped_gemm_for_dense_mlp"),
         "--use-grouped-gemm-for-dense-mlp builds dense MLPs of expert layers, which do not carry scale "
         "vectors yet",
         "drop that flag",
     ),
     Refusal(
         "communication-overlap",
-        _given("tp_comm_overlap"),
+        given("tp_comm_overlap"),
         "--tp-comm-overlap hands weights to products that overlap with communication, which is not proven "
         "with scale vectors yet",
         "drop that flag",
     ),
     Refusal(
         "activation-offload",
-        _given("cpu_offloading_num_layers", "fine_grained_activation_offloading"),
+        given("cpu_offloading_num_layers", "fine_grained_activation_offloading"),
         "offloading activations to the CPU may take the folded weights along, which is not proven yet",
         "drop --cpu-offloading-num-layers and --fine-grained-activation-offloading",
     ),
@@ -200,7 +207,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "cached-latents",
-        _given("cache_mla_latents"),
+        given("cache_mla_latents"),
         "--cache-mla-latents takes the up-projection of latent attention apart for inference, where scale "
         "vectors do not reach",
         "fold the model to a stock one first, or drop that flag",
@@ -225,7 +232,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "encoder-decoder",
-        _given("decoder_num_layers"),
+        given("decoder_num_layers"),
         "encoder-decoder models have cross-attention (--decoder-num-layers), whose norm feeds the queries "
         "alone, and do not carry scale vectors yet",
         "use a decoder-only model",
@@ -267,26 +274,26 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "experimental-attention",
-        _given("experimental_attention_variant"),
+        given("experimental_attention_variant"),
         "--experimental-attention-variant {experimental_attention_variant} has rows of a kind this version "
         "does not know",
         "use standard attention",
     ),
     Refusal(
         "legacy-models",
-        _given("use_legacy_models"),
+        given("use_legacy_models"),
         "--use-legacy-models builds a model outside megatron.core",
         "drop that flag",
     ),
     Refusal(
         "fsdp",
-        _given("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"),
+        given("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"),
         "fully sharded data parallelism is not proven with scale vectors yet",
         "use --use-distributed-optimizer",
     ),
     Refusal(
         "fp8-fp4",
-        _given("fp8", "fp4", "fp8_param_gather", "fp4_param", "te_precision_config_file"),
+        given("fp8", "fp4", "fp8_param_gather", "fp4_param", "te_precision_config_file"),
         "FP8 and FP4 training are not proven with scale vectors yet",
         "train in bf16",
     ),
@@ -344,19 +351,19 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "kitchen",
-        _given("use_kitchen", "use_kitchen_attention"),
+        given("use_kitchen", "use_kitchen_attention"),
         "Kitchen layers do not carry scale vectors yet",
         "drop --use-kitchen",
     ),
     Refusal(
         "modelopt",
-        _given("modelopt_enabled", "export_te_mcore_model", "export_quant_cfg", "restore_modelopt_state"),
+        given("modelopt_enabled", "export_te_mcore_model", "export_quant_cfg", "restore_modelopt_state"),
         "ModelOpt swaps the model's layers after they were built",
         "train without it",
     ),
     Refusal(
         "adapters",
-        _given("peft"),
+        given("peft"),
         "parameter-efficient fine-tuning (peft) wraps linears after they were given their scale vectors",
         "train the whole model",
     ),
@@ -378,7 +385,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "delayed-wgrad",
-        _given("delay_wgrad_compute"),
+        given("delay_wgrad_compute"),
         "--delay-wgrad-compute computes the gradient of the folded weight outside of autograd, where the "
         "scale vectors would get none",
         "drop that flag",
@@ -418,14 +425,14 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "meta-device-init",
-        _given("init_model_with_meta_device"),
+        given("init_model_with_meta_device"),
         "--init-model-with-meta-device replaces every parameter after the model is built, and with it what "
         "marks a scale vector",
         "drop that flag",
     ),
     Refusal(
         "qk-clip",
-        _given("qk_clip"),
+        given("qk_clip"),
         "--qk-clip rescales rows of the q/k/v weight and is not proven with scale vectors yet",
         "drop that flag",
     ),

@@ -1,6 +1,7 @@
 """Checkpoints of models with experts: the guard, the way in and the way back, resuming."""
 
 import pytest
+from runs import logits_tolerance, round_trips
 
 ALL_SITES = "attention,mlp,head,projections"
 
@@ -23,18 +24,7 @@ ROUNDED = {"qwen3-moe, unit", "layernorm"}  # divided and multiplied again: the 
 @pytest.fixture(scope="module")
 def found(ranks, tmp_path_factory):
     """Every case once with and once without training in between."""
-    folder = tmp_path_factory.mktemp("round-trips")
-    cases = [
-        {"kind": kind, "config": config, "train": train, **more}
-        for kind, config, more in SAME_FUNCTION.values()
-        for train in (False, True)
-    ]
-    [results] = ranks.run("round_trips", folder=str(folder), cases=cases)
-    return dict(zip(((name, train) for name in SAME_FUNCTION for train in (False, True)), results))
-
-
-def tolerance(name):
-    return 2e-2 if "bf16" in name else 1e-5
+    return round_trips(ranks, tmp_path_factory.mktemp("round-trips"), SAME_FUNCTION)
 
 
 @pytest.mark.parametrize("name", SAME_FUNCTION)
@@ -42,13 +32,13 @@ def test_unfolded_is_what_conversion_makes_of_the_stock_model(found, name):
     """Every parameter of every expert, bit by bit; none is left at its initial value."""
     result = found[name, False]
     assert result["initial"] == [] and result["dtypes"] == []
-    assert result["unfolded"] < tolerance(name)
+    assert result["unfolded"] < logits_tolerance(name)
 
 
 @pytest.mark.parametrize("name", SAME_FUNCTION)
 def test_unfold_then_fold_is_the_identity(found, name):
     result = found[name, False]
-    assert result["args"] and result["folded"] < tolerance(name)
+    assert result["args"] and result["folded"] < logits_tolerance(name)
     if name not in ROUNDED:
         assert result["changed"] == []
 
@@ -56,7 +46,7 @@ def test_unfold_then_fold_is_the_identity(found, name):
 @pytest.mark.parametrize("name", SAME_FUNCTION)
 def test_a_trained_model_folds_to_the_same_function(found, name):
     result = found[name, True]
-    assert result["folded"] < tolerance(name) and result["product"] < tolerance(name)
+    assert result["folded"] < logits_tolerance(name) and result["product"] < logits_tolerance(name)
     if name != "iwd":  # which has no vectors to train
         assert result["other"] > 2e-2
 

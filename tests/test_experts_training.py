@@ -6,26 +6,17 @@ import numpy as np
 import pytest
 from ranks.arguments import EXPERT_LAYOUTS, tiny_gpt
 from ranks.pool import RankFailure
+from runs import once_per_layout
 
 pytestmark = pytest.mark.needs_training
 
 
 @pytest.fixture(scope="module")
 def train(ranks):
-    """Run a layout once; several tests look at the same run."""
-    runs = {}
-
-    def run(model, layout, *flags, strategy="unified", **more):
-        key = model, layout, flags, strategy, tuple(more.items())
-        if key not in runs:
-            world_size, arguments = EXPERT_LAYOUTS[layout]
-            argv = tiny_gpt(model, *arguments, "--scalevec-strategy", strategy, *flags)
-            results = ranks.run("train", world_size, argv=argv, **more)
-            vectors = {name: v for result in results for name, v in result["vectors"].items()}
-            runs[key] = {**results[-1], "vectors": vectors, "all": results}
-        return runs[key]
-
-    return run
+    run = once_per_layout(ranks, EXPERT_LAYOUTS)
+    return lambda model, layout, *flags, strategy="unified", **more: run(
+        strategy, layout, model, flags, **more
+    )
 
 
 def assert_equal_runs(run, other, start=0):

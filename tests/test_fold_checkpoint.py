@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from ranks.arguments import tiny_gpt
+from runs import logits_tolerance, round_trips
 
 from megatron_scalevec import ScaleVecError
 from megatron_scalevec.checkpoint import commands, store, verify
@@ -43,18 +44,7 @@ NOT_KEPT = {"q/k norms kept"}  # v and the MLP would lose a trained scale
 @pytest.fixture(scope="module")
 def found(ranks, tmp_path_factory):
     """Every case once with and once without training in between."""
-    folder = tmp_path_factory.mktemp("round-trips")
-    cases = [
-        {"kind": kind, "config": config, "train": train, **more}
-        for kind, config, more in SAME_FUNCTION.values()
-        for train in (False, True)
-    ]
-    [results] = ranks.run("round_trips", folder=str(folder), cases=cases)
-    return dict(zip(((name, train) for name in SAME_FUNCTION for train in (False, True)), results))
-
-
-def tolerance(name):
-    return 2e-2 if "bf16" in name else 1e-5
+    return round_trips(ranks, tmp_path_factory.mktemp("round-trips"), SAME_FUNCTION)
 
 
 @pytest.mark.parametrize("name", [name for name in SAME_FUNCTION if name not in NOT_KEPT])
@@ -62,13 +52,13 @@ def test_unfolded_is_what_conversion_makes_of_the_stock_model(found, name):
     """Every parameter, bit by bit: each lands where it belongs, none is left at its initial value."""
     result = found[name, False]
     assert result["initial"] == [] and result["dtypes"] == []
-    assert result["unfolded"] < tolerance(name)
+    assert result["unfolded"] < logits_tolerance(name)
 
 
 @pytest.mark.parametrize("name", [name for name in SAME_FUNCTION if name not in NOT_KEPT])
 def test_unfold_then_fold_is_the_identity(found, name):
     result = found[name, False]
-    assert result["args"] and result["folded"] < tolerance(name)
+    assert result["args"] and result["folded"] < logits_tolerance(name)
     if name not in ROUNDED:
         assert result["changed"] == []
 
@@ -76,8 +66,8 @@ def test_unfold_then_fold_is_the_identity(found, name):
 @pytest.mark.parametrize("name", [name for name in SAME_FUNCTION if name not in NOT_KEPT])
 def test_a_trained_model_folds_to_the_same_function(found, name):
     result = found[name, True]
-    assert result["folded"] < tolerance(name)
-    assert result["product"] < tolerance(name) and result["other"] > 2e-2
+    assert result["folded"] < logits_tolerance(name)
+    assert result["product"] < logits_tolerance(name) and result["other"] > 2e-2
 
 
 def test_a_scale_without_a_place_is_refused(found):

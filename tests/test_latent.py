@@ -8,6 +8,7 @@ import pytest
 from ranks.arguments import LAYOUTS as LAYOUTS_OF_RUNS
 from ranks.arguments import tiny_gpt
 from ranks.pool import RankFailure
+from runs import worst_gradient
 
 PLACEMENTS = ["input", "output", "dual", "dual-norm"]
 FORMS = [
@@ -82,11 +83,7 @@ def test_the_comparison_sees_what_is_broken(ranks, sabotage):
     for result in ranks.run(
         "gradients", 2, config=config, kind="mla", sabotage=sabotage, tensor_model_parallel_size=2
     ):
-        worst = max(
-            abs(gradient - serial["gradients"][name]).max() / abs(serial["gradients"][name]).max()
-            for name, gradient in result["gradients"].items()
-        )
-        assert worst > 1e-3
+        assert worst_gradient(result, serial) > 1e-3
 
 
 # Per layer of the model in ranks.models: down-projections (q_down; kv_down, k_rope), up-projections (q_up;

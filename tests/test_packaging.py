@@ -96,21 +96,39 @@ INDEX_HOSTS = ["py" + "pi.org", "python" + "hosted", "py" + "pi.nvidia", "downlo
 HOME_FOLDERS = ["wo" + "rk", "ro" + "ot", "ho" + "me", "Us" + "ers"]
 
 
-def test_no_file_names_an_index_or_a_path_of_one_machine():
+def files_of_the_project():
+    """What git tracks or would; without git all but hidden folders and what Python makes."""
     listing = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    if listing.returncode != 0:
-        pytest.skip("not a git checkout")
+    if listing.returncode == 0:
+        return list(filter(None, listing.stdout.split("\0")))
+    found = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+    made = ("__pycache__", "build", "dist", "runs")
+    return [
+        str(path) for path in found if not any(part.startswith(".") or part in made for part in path.parts)
+    ]
+
+
+def test_the_scan_sees_files_with_git_and_without(monkeypatch):
+    with_git = set(files_of_the_project())
+    monkeypatch.setenv("GIT_DIR", os.devnull)
+    without = set(files_of_the_project())
+    assert "setup.py" in with_git & without
+    hidden = {name for name in with_git if name.startswith(".")}
+    assert {name for name in with_git - hidden if name.startswith("megatron_scalevec/")} <= without
+
+
+def test_no_file_names_an_index_or_a_path_of_one_machine():
     hosts = "|".join(re.escape(host) for host in INDEX_HOSTS)
     # An absolute path only: src/home/x and https://host/home/x are none.
     paths = r"(?<![\w.\-/})\]])/(?:" + "|".join(HOME_FOLDERS) + r")/\w"
     forbidden = re.compile(f"{hosts}|{paths}|{re.escape(str(ROOT))}/")
     hits = []
-    for name in filter(None, listing.stdout.split("\0")):
+    for name in files_of_the_project():
         try:
             text = (ROOT / name).read_text(encoding="utf-8")
         except (UnicodeDecodeError, FileNotFoundError, IsADirectoryError):

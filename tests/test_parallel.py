@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from ranks.arguments import LAYOUTS, tiny_gpt
 from ranks.pool import RankFailure
+from runs import once_per_layout
 
 pytestmark = pytest.mark.needs_training
 
@@ -13,21 +14,7 @@ ALL_STRATEGIES = [*STRATEGIES, "dnp", "or", "unified", "unified-foldable"]
 
 @pytest.fixture(scope="module")
 def train(ranks):
-    """Run a layout once; several tests look at the same run."""
-    runs = {}
-
-    def run(strategy, layout, model="llama", flags=(), **more):
-        key = strategy, layout, model, flags, tuple(more.items())
-        if key not in runs:
-            world_size, arguments = LAYOUTS[layout]
-            argv = tiny_gpt(model, *arguments, "--scalevec-strategy", strategy, *flags)
-            results = ranks.run("train", world_size, argv=argv, **more)
-            # Losses are known to the last pipeline stage, vectors each to its own.
-            vectors = {name: v for result in results for name, v in result["vectors"].items()}
-            runs[key] = {**results[-1], "vectors": vectors, "all": results}
-        return runs[key]
-
-    return run
+    return once_per_layout(ranks, LAYOUTS)
 
 
 def assert_equal_runs(run, serial, tolerance=1e-5):

@@ -13,9 +13,7 @@ import contextlib
 import io
 import json
 import os
-import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +53,7 @@ from megatron_scalevec.checkpoint.layout import (
     iteration_folder,
 )
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.folders import new_folder
 
 __all__ = [
     "COMMON_OBJECT",
@@ -257,8 +256,7 @@ def write_checkpoint(
 ) -> None:
     """Write a folder with one checkpoint, as Megatron's ``--load`` takes it; whole or not at all.
 
-    Everything is written into a hidden folder beside ``target``, which is renamed at the end. Any exception
-    removes it; a killed process leaves it behind, with a name that nothing takes for a checkpoint.
+    Everything is written into a hidden folder first, see :func:`megatron_scalevec.folders.new_folder`.
 
     Args:
         target: The folder to make. Its parent exists, it does not.
@@ -273,20 +271,7 @@ def write_checkpoint(
     Raises:
         ScaleVecError: ``target`` exists, its parent does not, or nothing can be written there.
     """
-    target = Path(target)
-    if os.path.lexists(target):
-        raise ScaleVecError(f"{target} exists already, and nothing is overwritten: give another name.")
-    if not target.absolute().parent.is_dir():
-        raise ScaleVecError(
-            f"the folder {target.absolute().parent} is not there, or is no folder; create it first."
-        )
-    try:
-        draft = Path(
-            tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".incomplete", dir=target.absolute().parent)
-        )
-    except OSError as error:
-        raise ScaleVecError(f"{target} cannot be created: {error.strerror}.") from error
-    try:
+    with new_folder(target) as draft:
         folder = draft / iteration_folder(iteration)
         folder.mkdir()
         _write_tensors(folder, pieces, _with_common(objects, None if common_file else common), done)
@@ -296,17 +281,6 @@ def write_checkpoint(
         (folder / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
         (draft / TRACKER_FILE).write_text(str(iteration), encoding="utf-8")
         before_commit(draft)
-        mask = os.umask(0)
-        os.umask(mask)
-        draft.chmod(0o777 & ~mask)  # mkdtemp makes it private
-        os.rename(draft, target)
-    except BaseException as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise ScaleVecError(
-                f"{target} was not written: {error.strerror or error}. Nothing was left there."
-            ) from error
-        raise
 
 
 def _with_common(

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.support import given
 
 __all__ = ["OBSTACLES", "Choice", "Obstacle", "choose_execution"]
 
@@ -32,13 +33,6 @@ class Obstacle:
     reason: str
 
 
-def _given(*names: str) -> Callable[[Any, ScaleVecConfig], bool]:
-    def applies(args: Any, _: ScaleVecConfig) -> bool:
-        return any(getattr(args, name, None) not in (None, False, 0, "", "none", []) for name in names)
-
-    return applies
-
-
 OBSTACLES: tuple[Obstacle, ...] = (
     Obstacle(
         "full-precision",
@@ -57,17 +51,17 @@ OBSTACLES: tuple[Obstacle, ...] = (
     ),
     Obstacle(
         "experts",
-        _given("num_experts", "num_moe_experts"),
+        given("num_experts", "num_moe_experts"),
         "folding the experts' weights is not proven yet",
     ),
     Obstacle(
         "latent-attention",
-        _given("multi_latent_attention"),
+        given("multi_latent_attention"),
         "folding the weights of latent attention is not proven yet",
     ),
     Obstacle(
         "hybrid",
-        _given("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"),
+        given("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"),
         "folding the weights of hybrid models is not proven yet",
     ),
     Obstacle(
@@ -77,42 +71,42 @@ OBSTACLES: tuple[Obstacle, ...] = (
     ),
     Obstacle(
         "layer-wise-optimizer",
-        _given("use_layer_wise_distributed_optimizer"),
+        given("use_layer_wise_distributed_optimizer"),
         "the layer-wise optimizer steps a weight on one rank and its vectors on another",
     ),
     Obstacle(
         "optimizer-cpu-offload",
-        _given("optimizer_cpu_offload"),
+        given("optimizer_cpu_offload"),
         "the masters lie in the host's memory",
     ),
     Obstacle(
         "precision-aware-optimizer",
-        _given("use_precision_aware_optimizer"),
+        given("use_precision_aware_optimizer"),
         "the masters lie inside the inner optimizer, which writes the weights itself",
     ),
     Obstacle(
         "fsdp",
-        _given("use_megatron_fsdp", "use_torch_fsdp2"),
+        given("use_megatron_fsdp", "use_torch_fsdp2"),
         "FSDP shards the live weights themselves",
     ),
     Obstacle(
         "quantized-weights",
-        _given("fp8_param_gather", "fp4_param", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
+        given("fp8_param_gather", "fp4_param", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
         "the live weights are quantized",
     ),
     Obstacle(
         "gather-with-step",
-        _given("overlap_param_gather_with_optimizer_step"),
+        given("overlap_param_gather_with_optimizer_step"),
         "--overlap-param-gather-with-optimizer-step is not proven yet",
     ),
     Obstacle(
         "optimizer-cuda-graph",
-        _given("optimizer_cuda_graph"),
+        given("optimizer_cuda_graph"),
         "--optimizer-cuda-graph captures the step",
     ),
     Obstacle(
         "qk-clip",
-        _given("qk_clip"),
+        given("qk_clip"),
         "--qk-clip rescales live weights and masters by itself",
     ),
     Obstacle(

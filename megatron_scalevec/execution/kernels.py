@@ -26,6 +26,22 @@ COLUMNS = 128
 
 
 @triton.jit
+def _tile(blocks, start, stop, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where this program's tile lies: rows, columns, offset of its branch's γ_in, elements, and what of each
+    is inside."""
+    block, across = tl.program_id(0), tl.program_id(1)
+    row0 = tl.load(blocks + 3 * block)
+    row1 = tl.load(blocks + 3 * block + 1)
+    own = tl.load(blocks + 3 * block + 2)
+    row = row0 + tl.arange(0, ROWS)
+    column = across * COLUMNS + tl.arange(0, COLUMNS)
+    inside_row, inside_column = row < row1, column < columns
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    inside = inside_row[:, None] & inside_column[None, :] & (at >= start) & (at < stop)
+    return row, column, own, at, inside_row, inside_column, inside
+
+
+@triton.jit
 def split_kernel(
     grad,
     master,
@@ -48,15 +64,10 @@ def split_kernel(
     per row of the shard. blocks: int32 [blocks, 3]: first row, end, offset of the branch's γ_in.
     over_columns: float32 [column blocks, rows of the shard]; over_rows: float32 [row blocks, columns].
     """
+    row, column, own, at, inside_row, inside_column, inside = _tile(
+        blocks, start, stop, columns, ROWS, COLUMNS
+    )
     block, across = tl.program_id(0), tl.program_id(1)
-    row0 = tl.load(blocks + 3 * block)
-    row1 = tl.load(blocks + 3 * block + 1)
-    own = tl.load(blocks + 3 * block + 2)
-    row = row0 + tl.arange(0, ROWS)
-    column = across * COLUMNS + tl.arange(0, COLUMNS)
-    inside_row, inside_column = row < row1, column < columns
-    at = row.to(tl.int64)[:, None] * columns + column[None, :]
-    inside = inside_row[:, None] & inside_column[None, :] & (at >= start) & (at < stop)
     g = tl.load(grad + (at - start), mask=inside, other=0.0)
     w = tl.load(master + (at - start), mask=inside, other=0.0)
     s_in = tl.load(inner + own + column, mask=inside_column, other=0.0)
@@ -90,15 +101,9 @@ def fold_kernel(
     COLUMNS: tl.constexpr,
 ):
     """One tile of live := cast((W ⊙ γ_in) ⊙ γ_out); arguments as of :func:`split_kernel`."""
-    block, across = tl.program_id(0), tl.program_id(1)
-    row0 = tl.load(blocks + 3 * block)
-    row1 = tl.load(blocks + 3 * block + 1)
-    own = tl.load(blocks + 3 * block + 2)
-    row = row0 + tl.arange(0, ROWS)
-    column = across * COLUMNS + tl.arange(0, COLUMNS)
-    inside_row, inside_column = row < row1, column < columns
-    at = row.to(tl.int64)[:, None] * columns + column[None, :]
-    inside = inside_row[:, None] & inside_column[None, :] & (at >= start) & (at < stop)
+    row, column, own, at, inside_row, inside_column, inside = _tile(
+        blocks, start, stop, columns, ROWS, COLUMNS
+    )
     w = tl.load(master + (at - start), mask=inside, other=0.0)
     s_in = tl.load(inner + own + column, mask=inside_column, other=0.0)
     s_out = tl.load(outer + (row - first_row), mask=inside_row, other=0.0)

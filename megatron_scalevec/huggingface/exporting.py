@@ -15,10 +15,10 @@ import torch
 
 from megatron_scalevec.checkpoint.store import CheckpointReader
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.folders import new_folder
 from megatron_scalevec.huggingface.architectures import Architecture, choose_architecture, config_of
 from megatron_scalevec.huggingface.blocks import Block, blocks_of
 from megatron_scalevec.huggingface.description import Description, from_arguments
-from megatron_scalevec.huggingface.drafts import new_folder
 from megatron_scalevec.huggingface.folded import FoldedCheckpoint
 from megatron_scalevec.huggingface.safetensors_files import Entry, plan_files, write_file, write_index
 

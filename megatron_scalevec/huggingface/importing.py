@@ -16,10 +16,10 @@ import torch
 from megatron_scalevec.checkpoint.store import Box, Piece, write_checkpoint
 from megatron_scalevec.config import ScaleVecConfig, choose
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.folders import new_folder
 from megatron_scalevec.huggingface.architectures import description_of
 from megatron_scalevec.huggingface.blocks import Block, blocks_of, optional_names
 from megatron_scalevec.huggingface.description import Description, megatron_flags, to_arguments
-from megatron_scalevec.huggingface.drafts import new_folder
 from megatron_scalevec.huggingface.exporting import Progress
 from megatron_scalevec.huggingface.safetensors_files import WeightFolder
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-from pathlib import Path
 
 import pytest
-from ranks.pool import RankPool
+from ranks.pool import pool_with_jobs_beside
 
 # Where it is missing there is nothing to collect; `make test-bridge` then fails for that very reason.
 collect_ignore_glob = [] if importlib.util.find_spec("megatron.bridge") else ["*"]
@@ -16,15 +14,5 @@ collect_ignore_glob = [] if importlib.util.find_spec("megatron.bridge") else ["*
 @pytest.fixture(scope="session")
 def bridge_ranks():
     """A pool of ranks that have Megatron-Bridge imported."""
-    here = str(Path(__file__).resolve().parent)
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, before]))
-    try:
-        pool = RankPool("bridge_jobs")
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
-    yield pool
-    pool.close()
+    with pool_with_jobs_beside(__file__, "bridge_jobs") as pool:
+        yield pool

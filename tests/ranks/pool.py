@@ -10,10 +10,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RankFailure", "RankPool"]
+__all__ = ["RankFailure", "RankPool", "pool_with_jobs_beside"]
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -78,3 +79,19 @@ class RankPool:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._output.close()
+
+
+@contextlib.contextmanager
+def pool_with_jobs_beside(file: str, jobs: str) -> Iterator[RankPool]:
+    """A pool whose jobs are a module in the folder of ``file``: tests with an environment of their own."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(file).resolve().parent), before]))
+    try:
+        pool = RankPool(jobs)
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    yield pool
+    pool.close()

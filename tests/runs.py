@@ -1,0 +1,52 @@
+"""What several test modules do with the rank pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ranks.arguments import tiny_gpt
+
+__all__ = ["logits_tolerance", "once_per_layout", "round_trips", "worst_gradient"]
+
+
+def once_per_layout(ranks, layouts: Mapping[str, tuple[int, list[str]]]) -> Callable[..., dict[str, Any]]:
+    """A function that trains in a layout, once however often it is asked: several tests look at one run."""
+    runs: dict[Any, dict[str, Any]] = {}
+
+    def run(strategy, layout, model="llama", flags=(), **more):
+        key = strategy, layout, model, flags, tuple(more.items())
+        if key not in runs:
+            world_size, arguments = layouts[layout]
+            argv = tiny_gpt(model, *arguments, "--scalevec-strategy", strategy, *flags)
+            results = ranks.run("train", world_size, argv=argv, **more)
+            # Losses are known to the last pipeline stage, vectors each to its own.
+            vectors = {name: v for result in results for name, v in result["vectors"].items()}
+            runs[key] = {**results[-1], "vectors": vectors, "all": results}
+        return runs[key]
+
+    return run
+
+
+def round_trips(ranks, folder, forms: Mapping[str, tuple[str, dict, dict]]) -> dict[tuple[str, bool], Any]:
+    """Every form (kind of model, strategy, more) unfolded and folded, once without and once with training."""
+    keys = [(name, train) for name in forms for train in (False, True)]
+    cases = []
+    for name, train in keys:
+        kind, config, more = forms[name]
+        cases.append({"kind": kind, "config": config, "train": train, **more})
+    [results] = ranks.run("round_trips", folder=str(folder), cases=cases)
+    return dict(zip(keys, results))
+
+
+def logits_tolerance(name: str) -> float:
+    """Relative, of a form whose name tells its dtype."""
+    return 2e-2 if "bf16" in name else 1e-5
+
+
+def worst_gradient(result: dict[str, Any], serial: dict[str, Any]) -> float:
+    """Largest difference of a gradient, relative to the largest entry of the serial one."""
+    return max(
+        abs(gradient - serial["gradients"][name]).max() / abs(serial["gradients"][name]).max()
+        for name, gradient in result["gradients"].items()
+    )
