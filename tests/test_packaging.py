@@ -143,7 +143,17 @@ def test_no_file_names_an_index_or_a_path_of_one_machine():
 
 # CI
 
-LEGS = ["lint", "lint-shell", "test", "test-patches", "test-light", "test-te", "demo"]
+LEGS = [
+    "lint",
+    "lint-shell",
+    "test",
+    "test-patches",
+    "test-light",
+    "test-te",
+    "test-bridge",
+    "test-nemo",
+    "demo",
+]
 
 
 def run_ci(tmp_path: Path, failing: dict[str, int]) -> tuple[subprocess.CompletedProcess, list]:
