@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK = re.compile(r"(?:<!-- (?P<mark>.*?) -->\n)?```bash\n(?P<body>.*?)```", re.DOTALL)
+BLOCK = re.compile(r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```bash\n(?P<body>.*?)```", re.DOTALL)
 
 
 def blocks():

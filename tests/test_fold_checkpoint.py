@@ -174,5 +174,8 @@ def test_the_command_checks_its_result(ranks, tmp_path):
     assert "weights keep their averages" in run.stdout
     again = scalevec("unfold", source, out, "--strategy", "hg")
     assert again.returncode == 2 and "exists already" in again.stderr and "Traceback" not in again.stderr
+    back = scalevec("fold", out, tmp_path / "back")
+    assert back.returncode == 0, back.stderr
+    assert "checked: logits on random tokens differ by" in back.stdout
     [found] = ranks.run("verify_wrong", source=str(source), folder=str(tmp_path / "wrong"))
     assert "would not compute what" in found["error"] and found["left"] == []
