@@ -65,7 +65,8 @@ class Guarded:
             return {name: entry for name, entry in result.items() if name not in added}
         for name, group in foreign_weights(self).items():
             entry = result[prefix + name]
-            result[f"{prefix}{GUARD}.{name}"] = _guard(entry, group)
+            for number, guard in enumerate(_guards(entry, group)):
+                result[f"{prefix}{GUARD}.{name}" + (f".{number}" if number else "")] = guard
             entry.key = raw_key(entry.key)
         return result
 
@@ -88,8 +89,9 @@ class Guarded:
         return result
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        for name in [name for name in state_dict if name.startswith(f"{prefix}{GUARD}.")]:
+            del state_dict[name]
         for name in foreign_weights(self):
-            state_dict.pop(f"{prefix}{GUARD}.{name}", None)
             loaded = state_dict.get(prefix + name)
             if loaded is not None and loaded.dim() == self.get_parameter(name).dim() + 1:
                 state_dict[prefix + name] = loaded.squeeze(0)
@@ -101,20 +103,26 @@ def protect(model: torch.nn.Module) -> None:
     model.__class__ = mixed_class(Guarded, type(model))
 
 
-def _guard(entry: Any, group: Any) -> Any:
-    """A guard for the place of a weight, stacked as the weight is over layers and experts.
+def _guards(entry: Any, group: Any) -> list[Any]:
+    """Guards for the places of a weight, stacked as the weight is over layers and experts.
 
     Args:
-        entry: The weight's; a factory where gate and up are stored apart.
-        group: Of the ranks that share the weight. All of them hold the guard, and one of them saves it.
+        entry: The weight's; a factory where gate and up, or the parts of an in-projection, are stored apart.
+        group: Of the ranks that share the weight. All of them hold the guards, and one of them saves them.
     """
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    near = entry if isinstance(entry, ShardedTensor) else next(iter(entry.build()))
+    parts = [entry] if isinstance(entry, ShardedTensor) else entry.build()
+    return [_guard(part, group) for part in {part.key: part for part in parts}.values()]
+
+
+def _guard(near: Any, group: Any) -> Any:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
     stacked = near.prepend_axis_num
     pipeline, tensor, data = near.replica_id
     return ShardedTensor.from_rank_offsets(
-        entry.key,
+        near.key,
         torch.zeros(GUARD_SHAPE, device=near.data.device if near.data is not None else None),
         *((axis, near.global_offset[axis], near.global_shape[axis]) for axis in range(stacked)),
         replica_id=(pipeline, tensor if group is None else group.rank(), data),
