@@ -71,7 +71,7 @@ def execute_in_optimizer(optimizer: Any, model_chunks: Sequence[torch.nn.Module]
 
 
 def _sets(folds: Sequence[Fold], members: Sequence[Member]) -> list[FoldSet]:
-    """Folds by the members that hold their weight and their vectors, and by tensor-parallel group."""
+    """Folds by the members that hold their weight and their vectors, and by the groups of the sums."""
     grouped: dict[tuple, list[Fold]] = {}
     for fold in folds:
         of_weight = _member_of(fold.weight, fold, members)
@@ -83,7 +83,7 @@ def _sets(folds: Sequence[Fold], members: Sequence[Member]) -> list[FoldSet]:
                 "vectors are stepped by different optimizers, which execution inside the optimizer does not "
                 "fold; use --scalevec-execution autograd."
             )
-        key = of_weight, of_vectors, None if fold.tp_group is None else id(fold.tp_group)
+        key = of_weight, of_vectors, tuple(map(id, fold.groups))
         grouped.setdefault(key, []).append(fold)
     return [FoldSet(own, weights, vectors) for (weights, vectors, _), own in grouped.items()]
 
