@@ -76,8 +76,10 @@ def _sets(folds: Sequence[Fold], members: Sequence[Member]) -> list[FoldSet]:
     for fold in folds:
         of_weight = _member_of(fold.weight, fold, members)
         of_vectors, *others = dict.fromkeys(_member_of(part, fold, members) for part in fold.parameters)
-        # A distributed optimizer gathers its weights over ranks before another one has stepped.
-        if others or (of_vectors is not of_weight and of_weight.group is not None):
+        # A distributed optimizer gathers its weights over ranks as soon as it has stepped, and a fold takes
+        # the vectors after their step: that of shared experts' vectors, which are dense parameters, is first.
+        in_time = of_weight.group is None or members.index(of_vectors) <= members.index(of_weight)
+        if others or not in_time:
             raise ScaleVecError(
                 f"the weight of a {type(fold.owner).__name__} {tuple(fold.weight.shape)} and its scale "
                 "vectors are stepped by different optimizers, which execution inside the optimizer does not "
