@@ -134,22 +134,8 @@ def _report(
     return make_report(
         results,
         options,
-        text={
-            "source": corpus.source,
-            "files": corpus.files,
-            "documents": len(corpus.documents),
-            "training_bytes": corpus.training_bytes,
-            "validation_bytes": corpus.validation_bytes,
-            "split": corpus.split,
-            "sha256": corpus.digest,
-        },
-        machine={
-            "device": "cuda" if machine.gpus else "cpu",
-            "gpus": len(machine.gpus),
-            "cores": machine.cores,
-            "jobs": machine.jobs,
-            "threads_per_rank": machine.threads,
-        },
+        text=corpus.describe(),
+        machine=machine.describe(),
         versions=versions,
     )
 

@@ -56,6 +56,16 @@ class Machine:
     jobs: int
     threads: int
 
+    def describe(self) -> dict[str, object]:
+        """As JSON can hold it."""
+        return {
+            "device": "cuda" if self.gpus else "cpu",
+            "gpus": len(self.gpus),
+            "cores": self.cores,
+            "jobs": self.jobs,
+            "threads_per_rank": self.threads,
+        }
+
     def environment(self, slot: int, ranks: int) -> dict[str, str]:
         """Environment of a run in one of the ``jobs`` slots."""
         env = {
@@ -74,8 +84,8 @@ class Machine:
         return env
 
 
-def look_at_machine(options: Options, runs: int) -> Machine:
-    """How many runs at a time, with how many threads each."""
+def look_at_machine(options: Options, runs: int, threads: int | None = None) -> Machine:
+    """How many runs at a time, with how many threads each: as many as there are cores for, or ``threads``."""
     import torch
 
     try:
@@ -87,7 +97,7 @@ def look_at_machine(options: Options, runs: int) -> Machine:
     gpus = tuple(visible[:count] if visible else map(str, range(count)))
     room = (len(gpus) or cores) // options.tensor_parallel
     jobs = min(runs, options.jobs or max(1, room))
-    return Machine(cores, gpus, jobs, max(1, cores // (jobs * options.tensor_parallel)))
+    return Machine(cores, gpus, jobs, threads or max(1, cores // (jobs * options.tensor_parallel)))
 
 
 @dataclass
