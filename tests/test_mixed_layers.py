@@ -8,7 +8,7 @@ import pytest
 from ranks.arguments import LAYOUTS as LAYOUTS_OF_RUNS
 from ranks.arguments import tiny_gpt
 from ranks.pool import RankFailure
-from runs import worst_gradient
+from runs import logits_tolerance, round_trips, worst_gradient
 
 # Hybrid models are there from 0.18 on, which the light environment is older than.
 pytestmark = pytest.mark.needs_training
@@ -235,3 +235,66 @@ def test_forgotten_mamba_layers_stop_the_run(ranks):
     argv = tiny_gpt("hybrid", "--hybrid-layer-pattern", PATTERNS["serial"], "--scalevec-strategy", "unified")
     with pytest.raises(RankFailure, match="linears with scale vectors: 5 built, 7 expected"):
         ranks.run("train", argv=argv, script="pretrain_hybrid.py", sabotage="mamba-forgotten")
+
+
+# Name to kind of model, strategy, and the rest of a case, as in test_fold_checkpoint.py.
+CONVERTED = {
+    "mamba": ("hybrid", {"strategy": "unified-foldable"}, {}),
+    "mamba, iwd": ("hybrid", {"strategy": "iwd"}, {}),
+    "mamba, branches off": (
+        "hybrid",
+        {"strategy": "post-qkv", "sites": "mamba", "branches_off": "B,dt"},
+        {"fresh": True},
+    ),
+    "delta": ("delta", {"strategy": "unified-foldable"}, {}),
+    "latent": ("latent hybrid", {"strategy": "dp"}, {}),
+    "experts, bf16": ("hybrid with experts", {"strategy": "hg", "experts": "shared"}, {"dtype": "bfloat16"}),
+    "heterogeneous": ("heterogeneous", {"strategy": "unified-foldable"}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def converted(ranks, tmp_path_factory):
+    """Every case once with and once without training in between."""
+    return round_trips(ranks, tmp_path_factory.mktemp("round-trips"), CONVERTED)
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_stock_model_unfolds_and_comes_back(converted, name):
+    """Unfolded, every parameter is what conversion makes of the stock model; folded, every bit is back."""
+    result = converted[name, False]
+    assert result["initial"] == [] and result["dtypes"] == [] and result["changed"] == []
+    assert result["args"] and max(result["unfolded"], result["folded"]) < logits_tolerance(name)
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_trained_model_folds_to_the_same_function(converted, name):
+    result = converted[name, True]
+    assert max(result["folded"], result["product"]) < logits_tolerance(name) and result["other"] > 2e-2
+
+
+def test_conversions_that_would_lose_something_are_refused(ranks, tmp_path):
+    off = {"strategy": "unified", "branches_off": "v"}
+    cases = [
+        {"kind": "hybrid", "config": {"strategy": "unified"}},
+        {"kind": "hybrid", "config": off, "fresh": True},
+        {"kind": "hybrid", "config": {"strategy": "dp", "branches_off": "B"}},
+    ]
+    [results] = ranks.run("round_trips", folder=str(tmp_path), cases=cases)
+    said = (
+        r"normalizes its values .* Train with --scalevec-placement dual to have",
+        r"normalizes q and k .*, and the attention layers of Megatron's hybrid models do not",
+        r"decoder\.layers\.0\.norm\.weight holds a trained scale.* leaves no place for on B",
+    )
+    for result, sentence in zip(results, said, strict=True):
+        assert re.search(sentence, result["error"]), result["error"]
+
+
+def test_models_fold_in_place(ranks):
+    cases = [
+        {"kind": kind, "config": {"strategy": "unified-foldable"}} for kind in ("delta", "latent hybrid")
+    ]
+    [results] = ranks.run("fold_in_process", cases=cases)
+    for result in results:
+        assert result["difference"] < 1e-5
+        assert result["classes"] == [] and result["names"] == [] and result["frozen"] == []

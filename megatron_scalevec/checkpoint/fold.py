@@ -25,7 +25,6 @@ from megatron_scalevec.checkpoint.tables import (
     Site,
     find_linears,
     find_norms,
-    hybrid_pattern,
     of_experts,
     sites_by_norm,
 )
@@ -34,6 +33,7 @@ from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.decisions import SHARED
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.fold import RowMap, fold_weight
+from megatron_scalevec.hybrid_layers import hybrid_pattern
 from megatron_scalevec.reparam import get_reparameterization
 
 __all__ = ["Folding"]
@@ -93,25 +93,26 @@ class Folding:
             match = _HEAD_NORM.fullmatch(key)
             if match and match[1] in attentions:
                 found.setdefault(match[1], set()).add(match[2])
+        hybrid = hybrid_pattern(self.draft.args) is not None
         for path, branches in found.items():
             if "v" in branches:
+                way = "" if hybrid else ", or --scalevec-branches-off v,"
                 raise ScaleVecError(
                     f"{path} normalizes its values (the v norm of {self.config.describe()}), and stock "
                     "Megatron has no place for that: without the norm the values would have other sizes and "
-                    "the trained model would be lost. Train with --scalevec-placement dual, or "
-                    "--scalevec-branches-off v, to have a model that folds; evaluate this one with the "
-                    "package installed."
+                    f"the trained model would be lost. Train with --scalevec-placement dual{way} to have a "
+                    "model that folds; evaluate this one with the package installed."
                 )
             if branches != {"q", "k"}:
                 raise ScaleVecError(
                     f"{path} normalizes {' and '.join(sorted(branches))} alone, and stock Megatron "
                     "(--qk-layernorm) normalizes both q and k or neither: that norm would be lost."
                 )
-            if self.config.placement == "dual-norm" and hybrid_pattern(self.draft.args) is not None:
+            if hybrid and self.config.placement == "dual-norm":
                 raise ScaleVecError(
                     f"{path} normalizes q and k ({self.config.describe()}), and the attention layers of "
                     "Megatron's hybrid models do not, whatever --qk-layernorm says: those norms would be "
-                    "lost. Train with --scalevec-placement dual to have a hybrid that folds; evaluate this "
+                    "lost. Train with --scalevec-placement dual to have a model that folds; evaluate this "
                     "one with the package installed."
                 )
         return bool(found)

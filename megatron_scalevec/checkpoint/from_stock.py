@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.layers.linear import scale_of_all_channels
 from megatron_scalevec.layers.norm import NormHandle, ScaledNorm, retire
-from megatron_scalevec.vectors import set_vector
+from megatron_scalevec.vectors import compose_vector, set_vector
 
 __all__ = ["absorb_norms"]
 
@@ -46,7 +47,8 @@ def _absorb(norm: NormHandle, owners: list[tuple[str, torch.nn.Module]], zero_ce
     for path, owner in owners:
         for name in _input_vectors(owner):
             if name is not None:
-                set_vector(owner, name, gamma)
+                channels = compose_vector(owner, name).numel()
+                set_vector(owner, name, scale_of_all_channels(owner, gamma, channels))
             elif not bool((gamma == 1).all()):
                 raise ScaleVecError(
                     f"the norm before {path} has a trained scale in this checkpoint, which the strategy "

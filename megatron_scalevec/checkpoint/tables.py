@@ -33,7 +33,6 @@ __all__ = [
     "Site",
     "find_linears",
     "find_norms",
-    "hybrid_pattern",
     "of_experts",
     "sites_by_norm",
 ]
@@ -103,13 +102,6 @@ class Dimensions:
 _GATED = ("quick_geglu", "gated_linear_unit")
 
 _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
-
-
-def hybrid_pattern(args: Any) -> str | None:
-    """The symbols of a hybrid model's layers, from the arguments in a checkpoint; None for other models."""
-    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
-    patterns = [pattern for pattern in (getattr(args, name, None) for name in names) if pattern]
-    return patterns[0] if patterns else "" if getattr(args, "is_hybrid_model", False) else None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ are multiplied by γ and γ². Those of new vectors start at zero, those of reti
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable
 
 import torch
@@ -59,6 +60,12 @@ class Unfolding:
         self._touched = False
         self._known: set[str] = set()  # 1-D parameters whose decay has been looked at
         keys = draft.model_keys
+        for key in keys:
+            if re.search(r"\.(self_attention|mlp)\.weight$", key):
+                raise ScaleVecError(
+                    f"{key} is a linear in the place of attention or an MLP (replace_with_linear), on which "
+                    "no run builds scale vectors: one with a strategy would stop at it."
+                )
         # Read before anything is changed.
         for sites in sites_by_norm(site for site in find_linears(keys) if site.kind.site in config.sites):
             self._linears(sites)
