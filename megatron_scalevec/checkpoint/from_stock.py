@@ -48,7 +48,7 @@ def _absorb(norm: NormHandle, owners: list[tuple[str, torch.nn.Module]], zero_ce
         for name in _input_vectors(owner):
             if name is not None:
                 channels = compose_vector(owner, name).numel()
-                set_vector(owner, name, scale_of_all_channels(owner, gamma, channels))
+                set_vector(owner, name, gamma)
             elif not bool((gamma == 1).all()):
                 raise ScaleVecError(
                     f"the norm before {path} has a trained scale in this checkpoint, which the strategy "
