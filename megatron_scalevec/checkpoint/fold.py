@@ -172,9 +172,10 @@ class Folding:
 
     def _names(self, site: Site, row_map: RowMap, side: str) -> list[str | None]:
         """Names of a side's vectors by branch, None where there is none."""
-        shared = f"{site.path}.gamma_{side}_{SHARED}"
-        if self._exists(shared):
-            return [shared] * len(row_map.branches)
+        for path in site.whole_paths:
+            shared = f"{path}.gamma_{side}_{SHARED}"
+            if self._exists(shared):
+                return [shared] * len(row_map.branches)
         owner = site.owner(shared=self.config.experts == "shared")
         names = (f"{owner}.gamma_{side}_{branch}" for branch in row_map.branches)
         return [name if self._exists(name) else None for name in names]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron_scalevec.checkpoint.joined import parts_of_joined, store_joined
 from megatron_scalevec.checkpoint.keys import GUARD, GUARD_SHAPE, WEIGHT, raw_key
 from megatron_scalevec.layers.common import Folded, mixed_class
 from megatron_scalevec.layers.linear import FoldedLinear, leaf_class
@@ -63,7 +64,8 @@ class Guarded:
         if self.scalevec_starts_from_stock:
             added = {prefix + name for name, param in self.named_parameters() if was_added(param)}
             return {name: entry for name, entry in result.items() if name not in added}
-        for name, group in foreign_weights(self).items():
+        stored = [(part, g) for name, g in foreign_weights(self).items() for part in parts_of_joined(name)]
+        for name, group in stored:
             entry = result[prefix + name]
             for number, guard in enumerate(_guards(entry, group)):
                 result[f"{prefix}{GUARD}.{name}" + (f".{number}" if number else "")] = guard
@@ -101,6 +103,7 @@ class Guarded:
 def protect(model: torch.nn.Module) -> None:
     """Make a converted model's checkpoints safe."""
     model.__class__ = mixed_class(Guarded, type(model))
+    store_joined(model)
 
 
 def _guards(entry: Any, group: Any) -> list[Any]:

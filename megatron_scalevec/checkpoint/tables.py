@@ -171,6 +171,13 @@ class Site:
         return _EXPERTS.split(self.path)[0] + ".experts" if shared and of_experts(self.path) else self.path
 
     @property
+    def whole_paths(self) -> tuple[str, ...]:
+        """Paths of the modules of which a scale that all branches share may be: its own, or that of the one
+        down-projection of latent attention (:mod:`megatron_scalevec.checkpoint.joined`)."""
+        joined = self.path.endswith(("linear_q_down_proj", "linear_kv_down_proj"))
+        return (self.path, f"{self.attention}.linear_qkv_down_proj") if joined else (self.path,)
+
+    @property
     def attention(self) -> str:
         """Path of the module around it."""
         return self.path.rpartition(".")[0]

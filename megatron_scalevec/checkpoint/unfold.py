@@ -66,6 +66,13 @@ class Unfolding:
                     f"{key} is a linear in the place of attention or an MLP (replace_with_linear), on which "
                     "no run builds scale vectors: one with a strategy would stop at it."
                 )
+        if getattr(draft.args, "mla_down_proj_fusion", False) and config.branches == "shared":
+            if config.removes_norm_scale and config.has_input_scales:
+                raise ScaleVecError(
+                    "one down-projection for queries, keys and values (--mla-down-proj-fusion) holds a scale "
+                    f"that its branches share ({config.describe()}) by itself, where two leave it to the "
+                    "norm: unfold with --branches split."
+                )
         # Read before anything is changed.
         for sites in sites_by_norm(site for site in find_linears(keys) if site.kind.site in config.sites):
             self._linears(sites)
