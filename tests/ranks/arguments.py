@@ -120,6 +120,11 @@ EXPERT_LAYOUTS = {
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
         "--expert-tensor-parallel-size 1".split(),
     ),
+    "etp2": (2, ["--expert-tensor-parallel-size", "2"]),
+    "tp2-sp-ep2": (
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2".split(),
+    ),
     "pp2-ep2": (
         4,
         "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --use-distributed-optimizer".split(),
