@@ -100,6 +100,14 @@ class DryRun:
     def _builder(self) -> Callable[[int | None], Any]:
         from megatron.core import parallel_state
 
+        if getattr(self.args, "hybrid_layer_pattern", None):
+            from megatron.core.process_groups_config import ProcessGroupCollection
+            from megatron.training.argument_utils import hybrid_config_from_args
+            from megatron.training.models.hybrid import HybridModelBuilder
+
+            of_hybrids = HybridModelBuilder(hybrid_config_from_args(self.args))
+            all_groups = ProcessGroupCollection.use_mpu_process_groups()
+            return lambda stage: of_hybrids.build_model(all_groups, vp_stage=stage)
         if Version(self.session.version.base_version) >= Version("0.19"):
             from megatron.core.process_groups_config import ProcessGroupCollection
             from megatron.training.argument_utils import gpt_config_from_args
