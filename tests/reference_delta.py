@@ -6,8 +6,8 @@ Per head, with a state S [key channels, value channels] that starts at zero:
     S ← S + β k ⊗ (v − kᵀ S),  β = sigmoid(b)
     o = Sᵀ q / √(key channels),  y = γ ⊙ Norm(o) ⊙ silu(z)
 
-q, k and v come out of a causal convolution with SiLU behind, q and k have length one, and the heads of q and k
-each serve several heads of v. Every branch is a matrix of its own (:class:`reference.Branch`).
+q, k and v come out of a causal convolution with SiLU behind, q and k have length one, and a head of q and k
+serves several heads of v. Every branch is a matrix of its own (:class:`reference.Branch`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def delta_net(x, layer, *, key_heads, value_heads, eps):
     Args:
         x: Output of the norm before the layer, before any input scale.
         layer: The branches ``q``, ``k``, ``v``, ``z``, ``b``, ``a`` and ``out``; ``convolution`` [channels of
-            q, k and v, width]; ``A`` and ``bias`` [value heads]; ``gamma`` of the norm over a head's channels.
+            q, k and v, width]; ``A`` and ``bias`` [value heads]; ``gamma`` of the norm over heads.
         key_heads: Of q and k.
         value_heads: Of v, a multiple of the former.
         eps: Of the norm.

@@ -149,7 +149,7 @@ def _vector(leaves: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 
 
 def _differences(model, leaves, ours: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
-    """Of values and of all gradients, relative to the largest entry; zero gradients to the model's largest."""
+    """Of values and of all gradients, relative to their largest entries."""
     result = {"logits": _difference(ours.detach(), expected.detach())}
     target = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4)).double()
     (ours * target).sum().backward()
