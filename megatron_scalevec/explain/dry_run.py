@@ -38,7 +38,7 @@ class DryRun:
     def enter(self, rank: int) -> None:
         """Become a rank: process groups as Megatron makes them, whose other members do not exist."""
         import torch
-        from megatron.core import parallel_state
+        from megatron.core import parallel_state, tensor_parallel
         from megatron.training import initialize
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -49,6 +49,8 @@ class DryRun:
         self.args.rank = rank
         torch.distributed.init_process_group("fake", rank=rank, world_size=self.world_size, store=FakeStore())
         initialize._initialize_distributed(None, None, None)
+        # Mamba's and delta nets' parameters are drawn whatever device they are on.
+        tensor_parallel.model_parallel_cuda_manual_seed(self.args.seed)
 
     def pipeline(self) -> list[int]:
         """The ranks of the pipeline that the present rank is in, first stage first."""
