@@ -82,6 +82,15 @@ def test_gradients_in_every_layout(te_ranks, model, whose):
             assert_equal_steps(te_ranks.run("expert_gradients", world_size, **given, **sizes), serial)
 
 
+def test_a_grouped_expert_without_tokens_has_gradients_of_zero(te_ranks):
+    given = {"config": {"strategy": "dp"}, "experts": "shared", "overrides": {"moe_grouped_gemm": True}}
+    [found] = te_ranks.run("expert_gradients", idle=3, **given)
+    for index, idle in ((2, False), (3, True)):
+        own = [g for name, g in found["gradients"].items() if f"local_experts.{index}." in name]
+        assert len(own) == 4  # gate and up, in and out
+        assert all(gradient.any() != idle for gradient in own)
+
+
 @pytest.mark.parametrize(
     ("overrides", "sizes", "config", "message"),
     [
