@@ -74,8 +74,8 @@ def interleaved_row_map(groups: int, blocks: dict[str, int], *, tp_rank: int, tp
         blocks: Branch to its rows in one group, in their order.
     """
     sizes = tuple(size * groups for size in blocks.values())
-    group = [index for index, rows in enumerate(blocks.values()) for _ in range(rows)]
-    branch = torch.tensor(group, device="cpu").repeat(groups)
+    group = [torch.full((rows,), index, device="cpu") for index, rows in enumerate(blocks.values())]
+    branch = torch.cat(group).repeat(groups)
     slot = torch.empty_like(branch)
     start = 0
     for i, size in enumerate(sizes):

@@ -36,6 +36,7 @@ from megatron_scalevec.decay import param_decays
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.folds import folds_of
 from megatron_scalevec.layers.common import Folded
+from megatron_scalevec.layers.linear import leaf_class
 from megatron_scalevec.pending import pending_config
 from megatron_scalevec.vectors import role_of, vector_info, was_added
 from megatron_scalevec.versions import megatron_version
@@ -164,7 +165,7 @@ def rank_record(
         for module in root.modules():
             if isinstance(module, Folded):
                 linears += sum(expert_ranks(weight) for weight in module.scaled_weights())
-        linears += len({id(fold.owner) for fold in folds_of(root)})
+        linears += sum(expert_ranks(fold.weight) for fold in folds_of(root))
         for name, param in root.named_parameters():
             if was_added(param):
                 added += unsharded_numel(param) if param.requires_grad else 0
@@ -234,8 +235,8 @@ _TENSOR_PARALLEL = {
 def _holder(root: torch.nn.Module, name: str, holder: str) -> str:
     """As the vector says, but for linears whose weight every rank holds whole: which ones these are
     differs between implementations of the same model."""
-    owner = root.get_submodule(name.rpartition(".")[0])
-    return "replicated" if getattr(owner, "parallel", None) == "replicated" else holder
+    leaf = leaf_class(root.get_submodule(name.rpartition(".")[0]))
+    return "replicated" if leaf is not None and leaf.parallel == "replicated" else holder
 
 
 # An expert's index among those of its rank, in the names of modules or of vectors.

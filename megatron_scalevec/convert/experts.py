@@ -30,7 +30,7 @@ from megatron_scalevec.convert.site import LinearSite, require_linear
 from megatron_scalevec.convert.unknown import unknown_class
 from megatron_scalevec.fold import RowMap, alternating_fc1_row_map, fc1_row_map, whole_row_map
 from megatron_scalevec.layers import common
-from megatron_scalevec.layers.experts import share_vectors
+from megatron_scalevec.layers.experts import hold_vectors, share_vectors
 from megatron_scalevec.layers.linear import FoldedLinear, add_vectors, leaf_class
 from megatron_scalevec.layers.norm import NormHandle
 from megatron_scalevec.layers.router import FoldedReplicated, ScaleVecSharedExpertMLP, ScaleVecTopKRouter
@@ -50,7 +50,6 @@ class ReplicatedSite(LinearSite):
 
     def convert(self, **what: Any) -> None:
         """As the base class's."""
-        what.pop("in_optimizer")  # refused earlier
         [branch] = self.branches()
         self.leaf.convert(self.linear, branch, site=self.name, layer=self.layer, **what)
 
@@ -60,11 +59,13 @@ class RoutedSite(LinearSite):
     """fc1 or fc2 of all local routed experts: a linear for each, or a grouped one for all.
 
     ``linear`` is the first of ``linears``. ``share``: whether the experts have their vectors in common.
+    ``ep_group``: of the ranks that hold the layer's other experts.
     """
 
     linears: list[torch.nn.Module] = field(kw_only=True)
     experts: torch.nn.Module = field(kw_only=True)
     router: torch.nn.Module = field(kw_only=True)
+    ep_group: Any = field(kw_only=True)
     share: bool = field(kw_only=True)
 
     def check(self) -> None:
@@ -74,14 +75,23 @@ class RoutedSite(LinearSite):
 
     def convert(self, **what: Any) -> None:
         """As the base class's."""
-        what.pop("in_optimizer")  # refused earlier
+        in_optimizer = what.pop("in_optimizer")
         what, rows = {"site": self.name, "layer": self.layer, **what}, self.row_map()
+        # Like the router's weight: a parameter of the dense part, which all data-parallel ranks reduce.
+        own = {"row_map": rows, "like": self.router.weight, **what}
+        how: dict[str, Any] = {}
+        if in_optimizer:
+            how = {"in_optimizer": True}
+            if self.share:
+                hold_vectors(self.experts, self.router.tp_group)
+                add_vectors(self.experts, **own)
+                how.update(lender=self.experts, groups=(self.ep_group,))
         for linear in self.linears:
-            _leaf(linear).convert(linear, rows, borrows=self.share, **what)
+            _leaf(linear).convert(linear, rows, borrows=self.share, **how, **what)
         if self.share:
-            share_vectors(self.experts, self.linears, self.router.tp_group)
-            # Like the router's weight: a parameter of the dense part, which all data-parallel ranks reduce.
-            add_vectors(self.experts, rows, like=self.router.weight, **what)
+            if not in_optimizer:
+                share_vectors(self.experts, self.linears, self.router.tp_group)
+                add_vectors(self.experts, **own)
         else:
             _count_in_gradient_norm(self.linears)
 
@@ -94,7 +104,7 @@ class RoutedSite(LinearSite):
             owner.scalevec_fed_by = self.norm
 
 
-def _count_in_gradient_norm(linears: list[FoldedLinear]) -> None:
+def _count_in_gradient_norm(linears: list[torch.nn.Module]) -> None:
     """Up to 0.18, Megatron takes an unsharded parameter for the same on all tensor-parallel ranks and counts
     it on the first. With one expert-tensor-parallel rank these hold other experts, and all count.
 
@@ -106,7 +116,7 @@ def _count_in_gradient_norm(linears: list[FoldedLinear]) -> None:
     if "expert_tp_group" in asks_for_experts:
         return
     for linear in linears:
-        if type(linear).group_of(linear).size() > 1:
+        if _leaf(linear).group_of(linear).size() > 1:
             continue
         for parameter in linear.parameters(recurse=False):
             if vector_info(parameter) is not None and not parameter.allreduce:
@@ -123,7 +133,7 @@ def grouped_leaf_class(linear: torch.nn.Module) -> type[FoldedLinear] | None:
         return None
     from megatron_scalevec.layers import te_experts
 
-    return te_experts.GROUPED_LEAVES.get(type(linear))
+    return te_experts.grouped_leaf(linear)
 
 
 def _leaf(linear: torch.nn.Module) -> type[FoldedLinear] | None:
@@ -170,6 +180,7 @@ def expert_sites(
             "linears": linears,
             "experts": moe.experts,
             "router": moe.router,
+            "ep_group": moe.ep_group,
             "share": share,
             "path": f"{path}.experts.{name}",
         }
