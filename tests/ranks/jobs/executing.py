@@ -170,7 +170,7 @@ def _build(
         )
     steps = OptimizerConfig(
         optimizer=optimizer,
-        lr=3e-3,
+        lr=1e-3,
         weight_decay=0.1,
         clip_grad=0.5,
         bf16=True,
