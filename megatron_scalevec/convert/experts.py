@@ -3,6 +3,10 @@
 Everything that consumes the pre-MLP norm's output is a branch: the router, gate and up of every routed
 expert and of the shared experts, and the shared experts' gate. Vectors act on weights, never on tokens:
 tokens are dispatched once, and each expert would want them scaled in another way.
+
+Experts on latents (``moe_latent_size``) get their tokens through a projection that every rank holds whole.
+That projection is the norm's branch then; what it makes is fed to the experts' gate and up by no norm, so
+these are projections like the maps behind them, and so is the one that leads back from the latents.
 """
 
 from __future__ import annotations
@@ -22,9 +26,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_scalevec.config import ScaleVecConfig
-from megatron_scalevec.convert.site import LinearSite
+from megatron_scalevec.convert.site import LinearSite, require_linear
 from megatron_scalevec.convert.unknown import unknown_class
-from megatron_scalevec.fold import RowMap, fc1_row_map, whole_row_map
+from megatron_scalevec.fold import RowMap, alternating_fc1_row_map, fc1_row_map, whole_row_map
 from megatron_scalevec.layers import common
 from megatron_scalevec.layers.experts import hold_vectors, share_vectors
 from megatron_scalevec.layers.linear import FoldedLinear, add_vectors, leaf_class
@@ -159,6 +163,8 @@ def expert_sites(
     hidden, ffn = c.hidden_size, c.moe_ffn_hidden_size
     fed = {"norm_feeds_others": True, "asked_for": "mlp" in config.sites}
     unfed = {"asked_for": "projections" in config.sites}
+    latent = getattr(c, "moe_latent_size", None)
+    width = latent or hidden  # of the tokens that experts see
 
     def replicated(where: str, module: torch.nn.Module, leaf: type[FoldedReplicated], branch: str):
         rows = getattr(module, leaf.scaled).shape[0]
@@ -179,17 +185,22 @@ def expert_sites(
             "path": f"{path}.experts.{name}",
         }
 
-    def down(branch: str) -> Callable[[], RowMap]:
-        return lambda: whole_row_map(branch, hidden)
+    def whole(branch: str, rows: int = hidden) -> Callable[[], RowMap]:
+        return lambda: whole_row_map(branch, rows)
 
     fc1 = routed("linear_fc1", "column")
     fc2 = routed("linear_fc2", "row")
     yield replicated(f"{path}.router", moe.router, ScaleVecTopKRouter, "router")
-    rows = _fc1_rows("expert", ffn, fc1["linear"], c)
-    yield RoutedSite("mlp", layer=number, norm=norm, channels=hidden, row_map=rows, **fed, **fc1)
-    yield RoutedSite(
-        "projections", layer=number, norm=None, channels=ffn, row_map=down("expert_down"), **unfed, **fc2
-    )
+    block = c.moe_mlp_glu_interleave_size if _takes_turns(moe.experts) else None
+    rows = _fc1_rows("expert", ffn, fc1["linear"], c, block)
+    common_to_fc1 = {"layer": number, "channels": width, "row_map": rows, **fc1}
+    if latent:
+        yield from _latent_sites(path, moe, number, norm, fed, unfed)
+        yield RoutedSite("projections", norm=None, **unfed, **common_to_fc1)
+    else:
+        yield RoutedSite("mlp", norm=norm, **fed, **common_to_fc1)
+    rows = whole("expert_down", width)
+    yield RoutedSite("projections", layer=number, norm=None, channels=ffn, row_map=rows, **unfed, **fc2)
     shared, where = moe.shared_experts, f"{path}.shared_experts"
     if shared is None:
         return
@@ -207,24 +218,53 @@ def expert_sites(
         None,
         shared.linear_fc2,
         ffn,
-        down("shared_down"),
+        whole("shared_down"),
         **unfed,
     )
     if shared.gate_weight is not None:
         yield replicated(where, shared, ScaleVecSharedExpertMLP, "shared_expert_gate")
 
 
+def _latent_sites(
+    path: str, moe: MoELayer, number: int, norm: NormHandle, fed: dict[str, Any], unfed: dict[str, Any]
+) -> Iterator[LinearSite]:
+    """The projections to the latents and back, which every tensor-parallel rank holds whole."""
+    for name, site, feeder, branch, asked in (
+        ("fc1_latent_proj", "mlp", norm, "latent_down", fed),
+        ("fc2_latent_proj", "projections", None, "latent_up", unfed),
+    ):
+        where, linear = f"{path}.{name}", getattr(moe, name)
+        require_linear(where, linear, "replicated")
+        rows, columns = linear.weight.shape
+
+        def row_map(branch: str = branch, rows: int = rows) -> RowMap:
+            return whole_row_map(branch, rows)
+
+        yield LinearSite(site, where, number, feeder, linear, columns, row_map, **asked)
+
+
+def _takes_turns(experts: torch.nn.Module) -> bool:
+    """Whether gate and up rows of the experts take turns; only grouped linears heed the setting."""
+    c = experts.config
+    return (
+        type(experts) is TEGroupedMLP
+        and c.gated_linear_unit
+        and bool(getattr(c, "moe_mlp_glu_interleave_size", None))
+    )
+
+
 def _fc1_rows(
-    prefix: str, ffn_hidden_size: int, linear: torch.nn.Module, model_config
+    prefix: str, ffn_hidden_size: int, linear: torch.nn.Module, model_config, block: int | None = None
 ) -> Callable[[], RowMap]:
+    """``block``: rows of gate and up that take turns; None where all of the gate's come first."""
+
     def row_map() -> RowMap:
         group = _leaf(linear).group_of(linear)
-        rows = fc1_row_map(
-            ffn_hidden_size=ffn_hidden_size,
-            gated=model_config.gated_linear_unit,
-            tp_rank=group.rank(),
-            tp_size=group.size(),
-        )
+        part = {"ffn_hidden_size": ffn_hidden_size, "tp_rank": group.rank(), "tp_size": group.size()}
+        if block:
+            rows = alternating_fc1_row_map(block=block, **part)
+        else:
+            rows = fc1_row_map(gated=model_config.gated_linear_unit, **part)
         return dataclasses.replace(rows, branches=tuple(f"{prefix}_{branch}" for branch in rows.branches))
 
     return row_map

@@ -16,7 +16,17 @@ from megatron_scalevec.execution.shard import Run, Scales, fold_into, runs_of
 from megatron_scalevec.fold import RowMap
 from megatron_scalevec.vectors import compose_vector, vector_parts
 
-__all__ = ["Fold", "Vector", "fold_live_weights", "folds_of", "register_fold", "require_an_engine"]
+__all__ = [
+    "Fold",
+    "Vector",
+    "fold_live_weights",
+    "folds_of",
+    "forget_folds",
+    "own_folds",
+    "register_fold",
+    "release",
+    "require_an_engine",
+]
 
 _ATTRIBUTE = "scalevec_folds"
 
@@ -129,7 +139,17 @@ def register_fold(
 def folds_of(model: torch.nn.Module) -> Iterator[Fold]:
     """Every fold of a model, in the order of its modules, which is that of every data-parallel rank."""
     for module in model.modules():
-        yield from module.__dict__.get(_ATTRIBUTE, ())
+        yield from own_folds(module)
+
+
+def own_folds(module: torch.nn.Module) -> Sequence[Fold]:
+    """The folds of the weights that a module owns itself."""
+    return module.__dict__.get(_ATTRIBUTE, ())
+
+
+def forget_folds(module: torch.nn.Module) -> None:
+    """The vectors are taken away: the module's weights stay what they are, W_eff."""
+    module.__dict__.pop(_ATTRIBUTE, None)
 
 
 def fold_live_weights(model: torch.nn.Module) -> None:

@@ -9,6 +9,7 @@ are untouched.
                                          parameters over data-parallel ranks comes later
     sharded_state_dict                   of a single one: raw masters get another key than a stock
                                          Megatron asks for, which would take them for the live weight's
+    load_state_dict                      of a single one: then all live weights are to be compared again
     prepare_grads                        of the outermost: then gradients are split; clipping comes later
     step_with_ready_grads                of the outermost: then every live weight has been folded
     reload_model_params                  of the outermost: then masters are unfolded
@@ -27,7 +28,7 @@ from megatron_scalevec.execution.buckets import link_ready_signals
 from megatron_scalevec.execution.engine import Engine, FoldSet
 from megatron_scalevec.execution.folds import Fold, folds_of, release
 from megatron_scalevec.execution.members import Member, leaves_of
-from megatron_scalevec.execution.resume import rename_raw_masters
+from megatron_scalevec.execution.resume import mark_raw_masters
 
 __all__ = ["engine_of", "execute_in_optimizer"]
 
@@ -110,8 +111,14 @@ def _folding_member(base: type) -> type:
 
         def sharded_state_dict(self, *args, **kwargs):
             state = super().sharded_state_dict(*args, **kwargs)
-            rename_raw_masters(state, engine_of(self).folds, *args, **kwargs)
+            engine = engine_of(self)
+            if engine.marks_masters:
+                mark_raw_masters(state, engine.weights_of(self), self, *args, **kwargs)
             return state
+
+        def load_state_dict(self, *args, **kwargs):
+            super().load_state_dict(*args, **kwargs)
+            engine_of(self).check_all()
 
     return _named(Folding, f"Folding{base.__name__}")
 
