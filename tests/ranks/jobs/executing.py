@@ -393,12 +393,15 @@ def _gathered(member, param, what) -> torch.Tensor:
 
 
 @torch.enable_grad()
-def _errors(one, state: dict[str, Any]) -> dict[str, float]:
-    """Largest differences relative to the largest entry."""
+def _errors(one, state: dict[str, Any]) -> dict[str, Any]:
+    """Largest differences relative to the largest entry; ``of``: the vector that has it."""
     from reference import product, unit
 
+    from megatron_scalevec.vectors import vector_info
+
     leaves = {part: value.requires_grad_() for part, value in state["vectors"].items()}
-    worst = {"weight": 0.0, "vectors": 0.0}
+    worst: dict[str, Any] = {"weight": 0.0, "vectors": 0.0}
+    terms: dict[Any, float] = {}
     for fold, gradient, master in zip(one.folds, state["gradients"], state["masters"]):
         raw = master.requires_grad_()
 
@@ -409,11 +412,13 @@ def _errors(one, state: dict[str, Any]) -> dict[str, float]:
         (_effective(raw, fold, value) * gradient).sum().backward()
         found = _whole(one, fold, lambda shard: shard.gradient)
         worst["weight"] = max(worst["weight"], _relative(found, raw.grad))
+        for vector in fold.vectors:
+            if vector.size == 1:  # of a gate: a scalar by nature
+                terms |= dict.fromkeys(vector.parts.values(), float((gradient * raw.detach()).norm()))
     ours = _vectors(one, lambda shard: shard.gradient)
-    terms = {}
     for vector in {vector for fold in one.folds for vector in fold.vectors}:
         parts = list(vector.parts.values())
-        if len(parts) == 2:
+        if len(parts) == 2 and vector.size > 1:
             scalar, whole = sorted(parts, key=torch.Tensor.numel)
             terms[scalar] = float(ours[whole].norm() * leaves[whole].detach().norm())
     for part, leaf in leaves.items():
@@ -422,7 +427,9 @@ def _errors(one, state: dict[str, Any]) -> dict[str, float]:
             torch.distributed.all_reduce(expected, group=group)
         # A scalar's gradient is a sum in which much may cancel: measured against the size of its terms.
         scale = max(float(expected.abs().max()), terms.get(part, 0.0))
-        worst["vectors"] = max(worst["vectors"], _ratio(ours[part] - expected, scale))
+        error = _ratio(ours[part] - expected, scale)
+        if error >= worst["vectors"]:
+            worst.update(vectors=error, of=vector_info(part))
     return worst
 
 
