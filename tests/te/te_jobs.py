@@ -502,3 +502,11 @@ def _leaves(node: Any):
         return
     for item in node:
         yield from _leaves(item)
+
+
+def compare_executions(cases: list[dict[str, Any]], **given: Any) -> list[dict[str, Any]]:
+    """As the job of that name, on TransformerEngine's layers."""
+    kernels.replace_optimizers()
+    return jobs.compare_executions(
+        [{**case, "model": {"implementation": TE, **case.get("model", {})}} for case in cases], **given
+    )
