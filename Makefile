@@ -105,6 +105,7 @@ format: venv ## put right what ruff can
 bench: venv ## step time, memory and traffic beside stock, on the CPU (half an hour; BENCH_ARGS="--hidden 512 --rounds 3")
 	.venv/bin/python benchmarks/step_bench.py --json bench-times.json $(BENCH_ARGS)
 	.venv/bin/python benchmarks/step_bench.py --counts --json bench-counts.json
+	.venv/bin/python benchmarks/norm_bench.py --json bench-norms.json
 
 .PHONY: performance-doc
 performance-doc: venv ## write docs/performance.md anew from the cost formulas

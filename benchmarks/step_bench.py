@@ -12,7 +12,7 @@ all alike. A line has the median over rounds of the ratio to stock, with its qua
 optimizer's mode take, timed where they are called.
 
 Counts: on top of stock, by torch's own operations and by the formulas of megatron_scalevec/cost.py, which
-have every tensor read once and written once. Memory is the bytes of all tensors that are alive after a step
+have every tensor read once and written once; with several ranks the mean over them. Memory is the bytes of all tensors that are alive after a step
 on one rank, a strategy's own vectors, gradients and moments apart; the peak is that of a step.
 """
 
@@ -25,12 +25,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from counting import Counter
+from timing import PassTimer, interleaved, ratio
 from training import Sizes, Trainer, alive_bytes, start_parallel
 
 EXECUTIONS = ("optimizer", "autograd")
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.point:
         start()
-        found = counts(**json.loads(options.point))
+        found = _mean_over_ranks(counts(**json.loads(options.point)))
         if torch.distributed.get_rank() == 0:
             options.json.write_text(json.dumps(found), encoding="utf-8")
         return 0
@@ -108,61 +108,27 @@ def times(sizes: Sizes, strategy: str, rounds: int) -> list[dict[str, Any]]:
     trainers = {"stock": Trainer(sizes)}
     for execution in EXECUTIONS:
         trainers[execution] = Trainer(sizes, strategy, execution)
-    passes = _timed_passes(trainers["optimizer"])
+    timer = PassTimer(trainers["optimizer"])
     for trainer in trainers.values():
         trainer.step()  # what is made once is made now
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
     shares = []
     for index in range(rounds):
-        passes.clear()
+        timer.clear()
         names = list(trainers) if index % 2 == 0 else list(trainers)[::-1]
-        for name, seconds in _interleaved({name: trainers[name] for name in names}).items():
+        for name, seconds in interleaved({name: trainers[name] for name in names}).items():
             taken[name].append(seconds)
-        shares.append(sum(passes) / taken["stock"][-1][0])
+        shares.append(sum(map(sum, timer.host.values())) / taken["stock"][-1][0])
     stock = taken.pop("stock")
     rows = []
     for execution, own in taken.items():
         row: dict[str, Any] = {"strategy": strategy, "execution": execution, **dataclasses.asdict(sizes)}
         row["stock_seconds"] = statistics.median(wall for _, wall in stock)
         for kind, name in enumerate(("processor", "wall")):
-            ratios = sorted(a[kind] / b[kind] for a, b in zip(own, stock))
-            row[name] = statistics.median(ratios)
-            row[f"{name}_quartiles"] = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+            row[name], row[f"{name}_quartiles"] = ratio([a[kind] for a in own], [b[kind] for b in stock])
         row["passes"] = statistics.median(shares) if execution == "optimizer" else None
         rows.append(row)
     return rows
-
-
-def _interleaved(trainers: dict[str, Trainer]) -> dict[str, tuple[float, float]]:
-    """A step of each: processor and wall time by name."""
-    taken = {name: (0.0, 0.0) for name in trainers}
-    parts = {name: trainer.parts_of_a_step() for name, trainer in trainers.items()}
-    while parts:
-        for name in list(parts):
-            start = time.process_time(), time.perf_counter()
-            going = next(parts[name], parts) is None
-            spent = time.process_time() - start[0], time.perf_counter() - start[1]
-            taken[name] = taken[name][0] + spent[0], taken[name][1] + spent[1]
-            if not going:
-                del parts[name]
-    return taken
-
-
-def _timed_passes(trainer: Trainer) -> list[float]:
-    """A list that every call of the trainer's engine adds its processor time to."""
-    spent: list[float] = []
-
-    def timed(function):
-        def call(*args):
-            start = time.process_time()
-            function(*args)
-            spent.append(time.process_time() - start)
-
-        return call
-
-    engine = trainer.engine
-    engine.split, engine.write = timed(engine.split), timed(engine.write)
-    return spent
 
 
 def describe_times(row: dict[str, Any]) -> str:
@@ -192,6 +158,19 @@ def point(changes: dict[str, int]) -> list[dict[str, Any]]:
         command += [__file__, "--point", json.dumps(changes), "--json", str(file)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _mean_over_ranks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ranks have equal shares of all parameters together, not of those that are folded."""
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, rows)
+    return [
+        {
+            key: value if isinstance(value, str) else statistics.fmean(row[key] for row in of_ranks)
+            for key, value in of_ranks[0].items()
+        }
+        for of_ranks in zip(*gathered)
+    ]
 
 
 def counts(branches: int = 5, strategy: str = GROWING, **changes: int) -> list[dict[str, Any]]:
@@ -237,9 +216,9 @@ def describe_counts(row: dict[str, Any]) -> str:
     """One line."""
     return (
         f"{row['point']:56} {row['execution']:9} "
-        f"{row['bytes']:>13,} bytes (formula {row['bytes_by_formula']:>12,.0f}), "
-        f"{row['flops']:>11,} operations (formula {row['flops_by_formula']:>11,.0f}), "
-        f"{row['memory']:>+9,} bytes held ({row['memory_percent']:+.3f} %), {row['peak']:>+10,} at the peak"
+        f"{row['bytes']:>13,.0f} bytes (formula {row['bytes_by_formula']:>12,.0f}), "
+        f"{row['flops']:>11,.0f} operations (formula {row['flops_by_formula']:>11,.0f}), "
+        f"{row['memory']:>+9,.0f} bytes held ({row['memory_percent']:+.3f} %), {row['peak']:>+10,.0f} at the peak"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["bench_tiny", "count_memory", "list_operations"]
+__all__ = ["bench_gpu_script", "bench_tiny", "count_memory", "list_operations"]
 
 _BENCHMARKS = str(Path(__file__).resolve().parents[3] / "benchmarks")
 
@@ -103,3 +103,31 @@ def bench_tiny() -> dict[str, Any]:
     rows = [{"point": "tiny", **row} for row in counts[1]]
     lines = [step_bench.describe_times(row) for row in times]
     return {"times": times, "counts": counts, "lines": lines + list(map(step_bench.describe_counts, rows))}
+
+
+def bench_gpu_script() -> dict[str, Any]:
+    """All of gpu_bench that a CPU can do: rows and lines."""
+    from ranks.models import initialize_parallel
+
+    with _benchmarks():
+        import gpu_bench
+        from training import Sizes
+    initialize_parallel()
+    rows = [
+        gpu_bench.measure(
+            "1B", strategy, execution, implementation, device="cpu", sizes=Sizes(**_TINY), rounds=2
+        )
+        for strategy, execution, implementation in gpu_bench.ROWS
+        if implementation == "local"
+    ]
+    speed = gpu_bench.bandwidth("cpu", 1 << 16)
+    return {
+        "kernels": gpu_bench.kernels_beside_torch("cpu", rows=64, columns=80),
+        "rows": rows,
+        "speed": speed,
+        "lines": [gpu_bench.describe(row, speed) for row in rows],
+        "layers": {
+            name: [gpu_bench.fitting(sizes, free).layers for free in (140e9, 80e9)]
+            for name, sizes in gpu_bench.MODELS.items()
+        },
+    }
