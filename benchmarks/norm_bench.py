@@ -81,8 +81,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = measure(options.tokens, options.heads, options.groups, options.rounds)
     for row in rows:
         print(
-            f"{row['name']:24} {1e6 * row['seconds']:8.0f} us, {1e6 * row['beside']:+8.0f} us beside the split "
-            f"alone, {row['bytes'] / row['elements']:6.1f} bytes per element"
+            f"{row['name']:24} {1e6 * row['seconds']:8.0f} us, {1e6 * row['beside']:+8.0f} us beside the "
+            f"split alone, {row['bytes'] / row['elements']:6.1f} bytes per element"
         )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

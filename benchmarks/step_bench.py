@@ -12,8 +12,9 @@ all alike. A line has the median over rounds of the ratio to stock, with its qua
 optimizer's mode take, timed where they are called.
 
 Counts: on top of stock, by torch's own operations and by the formulas of megatron_scalevec/cost.py, which
-have every tensor read once and written once; with several ranks the mean over them. Memory is the bytes of all tensors that are alive after a step
-on one rank, a strategy's own vectors, gradients and moments apart; the peak is that of a step.
+have every tensor read once and written once; with several ranks the mean over them. Memory is the bytes of
+all tensors that are alive after a step on one rank, a strategy's own vectors, gradients and moments apart;
+the peak is that of a step.
 """
 
 from __future__ import annotations
@@ -218,7 +219,8 @@ def describe_counts(row: dict[str, Any]) -> str:
         f"{row['point']:56} {row['execution']:9} "
         f"{row['bytes']:>13,.0f} bytes (formula {row['bytes_by_formula']:>12,.0f}), "
         f"{row['flops']:>11,.0f} operations (formula {row['flops_by_formula']:>11,.0f}), "
-        f"{row['memory']:>+9,.0f} bytes held ({row['memory_percent']:+.3f} %), {row['peak']:>+10,.0f} at the peak"
+        f"{row['memory']:>+9,.0f} bytes held ({row['memory_percent']:+.3f} %), "
+        f"{row['peak']:>+10,.0f} at the peak"
     )
 
 

@@ -4,8 +4,8 @@
 master once and writes the live weight once. A program takes a block of rows of one branch across all columns,
 so γ_out's sums are its own; γ_in's are left as one partial sum per block, which a second kernel adds in a
 fixed order. Sums over more than a tile are in float64, and there is no atomic operation: a step can be
-repeated bit by bit. Partial sums take at most :data:`TEMPORARY_BYTES`; where more blocks would need more, they
-are done in several launches.
+repeated bit by bit. Partial sums take at most :data:`TEMPORARY_BYTES`; where all blocks would need more,
+there are several launches.
 
 Where a shard lies, its size and its vectors' places in the flat tensors of
 :class:`~megatron_scalevec.execution.table.VectorTable` come from small tables in the device's memory: a step
