@@ -395,11 +395,6 @@ def gpu_check_on_the_cpu(implementation: str, precision: str, broken: bool = Fal
         for kind, strategy in (("llama", "unified"), ("gpt2", "dp"))
     ]
     lines = [gpu_check.describe_numbers(row) for row in rows]
-    if precision == "bf16" and implementation == "local":
-        sizes = {"layers": 1, "hidden": 32, "heads": 4, "groups": 2, "ffn": 64, "vocabulary": 64}
-        tiny = {"sizes": sizes, "sequence": 8, "batch": 1, "rounds": 2, "steps": 1}
-        row = gpu_check.time_steps(implementation, "unified", device="cpu", **tiny)
-        lines.append(gpu_check.describe_times(row))
     return {"right": [row["right"] for row in rows], "lines": lines}
 
 
