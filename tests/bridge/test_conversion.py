@@ -5,6 +5,11 @@ import pytest
 import small
 import torch
 
+SETTING = """
+optimizer_config_override_provider:
+  _target_: megatron.scalevec.Setting
+  build_config_overrides: {}
+"""
 TOKENS = torch.arange(16)[None] * 7 % 128
 
 
@@ -66,6 +71,62 @@ def test_hugging_face_weights_come_before_the_vectors(bridge_ranks, tmp_path, ki
     assert set(found["norm"]) == {1.0}
     trained = model.model.layers[0].input_layernorm.weight.detach().numpy()
     np.testing.assert_allclose(found["gamma"], trained, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_from_hugging_face_through_training_and_back(bridge_ranks, tmp_path, kind):
+    """Weights come in, vectors are built, the run trains, resumes, and what is exported computes the same."""
+    torch.manual_seed(0)
+    hugging_face(small.hf_config(kind)).save_pretrained(tmp_path / "start")
+    given = {
+        "kind": kind,
+        "folder": str(tmp_path / "run"),
+        "yaml": SETTING.format("unified-foldable"),
+        "hf": str(tmp_path / "start"),
+    }
+    [whole] = bridge_ranks.run("pretrain", iterations=6, checkpoint={"save_interval": 3}, **given)
+    [stock] = bridge_ranks.run(
+        "pretrain", iterations=1, **{**given, "yaml": None, "folder": str(tmp_path / "stock")}
+    )
+    assert whole["error"] is None and len(whole["losses"]) == 6
+    # The vectors change nothing at the start, and the weights are not random ones.
+    assert whole["losses"][0] == pytest.approx(stock["losses"][0], rel=1e-6)
+    assert whole["losses"][-1] < whole["losses"][0]
+    (tmp_path / "run" / "latest_train_state.pt").write_bytes(
+        (tmp_path / "run" / "iter_0000003" / "train_state.pt").read_bytes()
+    )
+    [resumed] = bridge_ranks.run("pretrain", iterations=6, load=given["folder"], **given)
+    assert resumed["error"] is None
+    assert resumed["losses"] == pytest.approx(whole["losses"][3:], rel=1e-6)
+
+    import transformers
+
+    [found] = bridge_ranks.run(
+        "exported_checkpoint",
+        kind=kind,
+        checkpoint=str(tmp_path / "run" / "iter_0000006"),
+        folder=str(tmp_path / "end"),
+    )
+    assert found["error"] is None and found["strategy"] == "unified-foldable"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "end", dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(TOKENS).logits.numpy()
+    assert np.abs(logits).max() > 0.1
+    np.testing.assert_allclose(logits, found["logits"], rtol=0, atol=1e-6)
+
+
+def test_weights_that_come_after_the_vectors_are_refused(bridge_ranks, tmp_path):
+    hugging_face(small.hf_config("llama")).save_pretrained(tmp_path / "start")
+    [run] = bridge_ranks.run(
+        "pretrain",
+        kind="llama",
+        folder=str(tmp_path / "run"),
+        yaml=SETTING.format("unified"),
+        iterations=1,
+        checkpoint={"pretrained_checkpoint": str(tmp_path / "start")},
+    )
+    assert run["losses"] == []
+    assert run["error"][0] == "ScaleVecError" and "load_weights=True" in run["error"][1]
 
 
 def test_the_strategy_belongs_to_the_configuration(bridge_ranks):
