@@ -1,5 +1,7 @@
 """To and from Hugging Face, and what belongs to which configuration."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import small
@@ -10,6 +12,8 @@ optimizer_config_override_provider:
   _target_: megatron.scalevec.Setting
   build_config_overrides: {}
 """
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "nemo.md"
+MERGE = "Cannot merge two lists with different lengths"
 TOKENS = torch.arange(16)[None] * 7 % 128
 
 
@@ -84,27 +88,32 @@ def test_from_hugging_face_through_training_and_back(bridge_ranks, tmp_path, kin
         "yaml": SETTING.format("unified-foldable"),
         "hf": str(tmp_path / "start"),
     }
-    [whole] = bridge_ranks.run("pretrain", iterations=6, checkpoint={"save_interval": 3}, **given)
-    [stock] = bridge_ranks.run(
-        "pretrain", iterations=1, **{**given, "yaml": None, "folder": str(tmp_path / "stock")}
-    )
-    assert whole["error"] is None and len(whole["losses"]) == 6
-    # The vectors change nothing at the start, and the weights are not random ones.
-    assert whole["losses"][0] == pytest.approx(stock["losses"][0], rel=1e-6)
+    [whole] = bridge_ranks.run("pretrain", iterations=4, checkpoint={"save_interval": 2}, **given)
+    assert whole["error"] is None and len(whole["losses"]) == 4
     assert whole["losses"][-1] < whole["losses"][0]
-    (tmp_path / "run" / "latest_train_state.pt").write_bytes(
-        (tmp_path / "run" / "iter_0000003" / "train_state.pt").read_bytes()
-    )
-    [resumed] = bridge_ranks.run("pretrain", iterations=6, load=given["folder"], **given)
-    assert resumed["error"] is None
-    assert resumed["losses"] == pytest.approx(whole["losses"][3:], rel=1e-6)
+    if kind == "llama":
+        # The vectors change nothing at the start, and the weights are not random ones.
+        more = {"yaml": None, "folder": str(tmp_path / "stock")}
+        [stock] = bridge_ranks.run("pretrain", iterations=1, **{**given, **more})
+        assert whole["losses"][0] == pytest.approx(stock["losses"][0], rel=1e-6)
+        half = tmp_path / "run" / "iter_0000002" / "train_state.pt"
+        (tmp_path / "run" / "latest_train_state.pt").write_bytes(half.read_bytes())
+        more = {"load": given["folder"], "folder": str(tmp_path / "resumed")}
+        [resumed] = bridge_ranks.run("pretrain", iterations=4, **{**given, **more})
+        assert resumed["error"] is None
+        assert resumed["losses"] == pytest.approx(whole["losses"][2:], rel=1e-6)
+        # Without the setting it is Bridge's own error that stops the run; docs/nemo.md says what it means.
+        [stopped] = bridge_ranks.run("pretrain", iterations=4, **{**given, **more, "yaml": None})
+        assert stopped["losses"] == []
+        assert stopped["error"][0] == "ValueError" and MERGE in stopped["error"][1]
+        assert MERGE in DOCS.read_text()
 
     import transformers
 
     [found] = bridge_ranks.run(
         "exported_checkpoint",
         kind=kind,
-        checkpoint=str(tmp_path / "run" / "iter_0000006"),
+        checkpoint=str(tmp_path / "run" / "iter_0000004"),
         folder=str(tmp_path / "end"),
     )
     assert found["error"] is None and found["strategy"] == "unified-foldable"
