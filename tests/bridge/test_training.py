@@ -196,6 +196,16 @@ def test_other_families_keep_their_provider(families, folder, kind):
     assert saved[field]["_target_"] == "megatron.scalevec.LayerSpec"
 
 
+def test_a_refusal_names_the_field_to_change(bridge_ranks, tmp_path):
+    """As docs/nemo.md says: DeepSeek's recipes start with this field on."""
+    field = "moe_shared_expert_overlap"
+    given = {"kind": "deepseek", "folder": str(tmp_path), "yaml": UNIFIED, "model": {field: True}}
+    [run] = bridge_ranks.run("pretrain", iterations=1, **given)
+    assert run["losses"] == [] and run["error"][0] == "ScaleVecError"
+    assert f"--{field.replace('_', '-')}" in run["error"][1]
+    assert f"`model.{field}: false`" in DOCS.read_text()
+
+
 def test_a_hybrid_resume_with_another_strategy_stops(bridge_ranks, families, folder, tmp_path):
     [run] = bridge_ranks.run(
         "pretrain",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import logging
 import sys
 import types
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["describe_recipe", "resolve", "train"]
+__all__ = ["describe_recipe", "pretrain", "resolve", "send_to_slurm", "train"]
 
 
 class _NoCluster(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -67,6 +68,8 @@ LOCAL = {
     "persist_layer_norm": False,
     "use_cpu_initialization": True,
     "deallocate_pipeline_outputs": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
     "bf16": False,
     "params_dtype": torch.float32,
     "pipeline_dtype": torch.float32,
@@ -79,6 +82,7 @@ def _resolved(factory: str, yaml: str, folder: str) -> Any:
     from nemo_run.cli.lazy import LazyEntrypoint
 
     file = Path(folder) / "recipe.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml)
     return LazyEntrypoint(llm.pretrain, factory=factory, yaml=str(file)).resolve()
 
@@ -88,12 +92,16 @@ def resolve(factory: str, yaml: str, folder: str) -> dict[str, Any]:
 
     Returns:
         ``spec``: what the model's configuration then holds, ``sendable``: whether a cluster's packager can
-        write it, ``error``: type and text where it stops.
+        write it, ``error``: type and text where it stops, ``said``: what the package logged before.
     """
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("megatron_scalevec").addHandler(handler)
     try:
         recipe = _resolved(factory, yaml, folder)
     except Exception as error:
-        return {"error": (type(error).__name__, str(error))}
+        return {"error": (type(error).__name__, str(error)), "said": said}
     from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 
     return {
@@ -229,17 +237,16 @@ def _without_devices() -> None:
     nemo_logger.lcp = types.SimpleNamespace(LocalCheckpointCallback=type("LocalCheckpointCallback", (), {}))
 
 
-def pretrain(factory: str, yaml: str, folder: str, steps: int, resume: bool = False) -> dict[str, Any]:
+def pretrain(factory: str, yaml: str, folder: str, steps: int) -> dict[str, Any]:
     """Run a recipe as ``nemo llm pretrain`` does: Lightning's loop, NeMo's strategy, mock data, checkpoints.
 
     Args:
         factory, yaml: The recipe, cut down to :data:`SMALL`.
-        folder: For logs and checkpoints.
+        folder: For logs and checkpoints; a run goes on from the last one there, as recipes say.
         steps: The last step of the run.
-        resume: From the checkpoint in ``folder``.
 
     Returns:
-        ``losses``, ``output`` (what rank 0 has printed), ``decays``, ``checkpoints``, ``error``.
+        ``losses``, ``output`` (what rank 0 has printed), ``decays``, ``error``.
     """
     import contextlib
     import io
@@ -291,18 +298,45 @@ def pretrain(factory: str, yaml: str, folder: str, steps: int, resume: bool = Fa
     )
     recipe.log.log_dir = folder
     recipe.log.tensorboard = recipe.log.wandb = None
+    # The last checkpoint of a run has no optimizer otherwise.
+    recipe.log.ckpt.save_optim_on_train_end = True
+    recipe.optim.lr_scheduler.max_steps = 20
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
             fiddle.build(recipe)()
     except Exception as error:
-        import traceback
-
         result["error"] = (type(error).__name__, str(error))
-        result["traceback"] = traceback.format_exc()
     result["output"] = printed.getvalue()
-    result["checkpoints"] = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.ckpt"))
     return result
+
+
+def send_to_slurm(argv: list[str]) -> dict[str, Any]:
+    """Run ``examples/nemo/slurm.py`` up to the point where ``nemo_run`` would open its tunnel.
+
+    Returns:
+        ``spec`` of the recipe that was to be sent, ``sendable``: whether a packager can write it, and fields
+        of the executor.
+    """
+    import runpy
+
+    import nemo_run
+    from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+
+    sent: dict[str, Any] = {}
+
+    def run(recipe, executor, name):
+        sent["spec"] = str(recipe.model.config.transformer_layer_spec)
+        sent["sendable"] = len(ZlibJSONSerializer().serialize(recipe)) > 0
+        sent["devices"] = (recipe.trainer.num_nodes, recipe.trainer.devices)
+        sent["executor"] = (executor.nodes, executor.ntasks_per_node, executor.gpus_per_node)
+        sent["account"] = (executor.account, executor.partition, executor.container_image)
+        sent["tunnel"] = (executor.tunnel.user, executor.tunnel.host, executor.tunnel.job_dir)
+
+    nemo_run.run = run
+    sys.argv = ["slurm.py", *argv]
+    runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples/nemo/slurm.py"), run_name="__main__")
+    return sent
 
 
 def describe_recipe(factory: str, yaml: str, folder: str, layers: int = 2) -> dict[str, Any]:
