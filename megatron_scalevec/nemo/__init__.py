@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from megatron_scalevec.config import STRATEGIES, ScaleVecConfig
+from megatron_scalevec.config import STRATEGIES, ScaleVecConfig, choose
 from megatron_scalevec.errors import ScaleVecError
 
 __all__ = ["NAMES", "build_layers", "layer_spec", "no_weight_decay"]
@@ -144,7 +144,7 @@ def no_weight_decay(policy: str = "split") -> Any:
 
 
 def _say(problem: object) -> None:
-    """Log a sentence: nemo_run drops what a factory raises, and goes on to a ParseError without the reason."""
+    """Log a sentence: nemo_run drops what a factory raises, and ends in a ParseError without the reason."""
     logging.getLogger(__name__).error("%s", problem)
 
 
