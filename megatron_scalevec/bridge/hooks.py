@@ -172,7 +172,8 @@ def _require_same(container: Any, folder: str) -> None:
         if not was.active:
             way_out = (
                 "leave the setting out, or start from the weights in Hugging Face's form through "
-                "AutoBridge's to_megatron_provider(load_weights=True), which loads them before the vectors are built"
+                "AutoBridge's to_megatron_provider(load_weights=True), which loads them before the vectors "
+                "are built"
             )
         raise ScaleVecError(
             f"the checkpoint in {folder} was trained with {was.describe()}, and this run asks for "
