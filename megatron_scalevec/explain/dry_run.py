@@ -288,11 +288,12 @@ def _set_vocabulary(run: DryRun) -> None:
     from megatron_scalevec.integration.pretrain_gpt import build_tokenizer
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    why = "it is not known"
-    try:
-        build_tokenizer(args)
-    except Exception as error:
-        why = " ".join(str(error).split())[:200] or type(error).__name__
+    why = _why_not_here(args)
+    if not why:
+        try:
+            build_tokenizer(args)
+        except Exception as error:
+            why = " ".join(str(error).split())[:200] or type(error).__name__
     if getattr(args, "padded_vocab_size", None) is not None:
         return
     size = getattr(args, "vocab_size", None)
@@ -306,3 +307,16 @@ def _set_vocabulary(run: DryRun) -> None:
     run.notes.append(
         f"vocabulary: --vocab-size {size} padded to {args.padded_vocab_size}, without the tokenizer"
     )
+
+
+def _why_not_here(args: Any) -> str:
+    """Said before transformers is imported, which takes seconds: a model from the hub that is not on disk."""
+    name = str(getattr(args, "tokenizer_model", None) or "")
+    if args.tokenizer_type != "HuggingFaceTokenizer" or not name or os.path.exists(name):
+        return ""
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        return ""  # whoever builds the tokenizer says what is missing
+    cached = os.path.join(HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
+    return "" if os.path.isdir(cached) else f"there is no folder {name}, nor a copy from the hub"
