@@ -66,6 +66,37 @@ def test_slurm_hands_over_to_torchrun():
         assert used == exported, name
 
 
+def test_slurm_starts_the_recipe_on_every_node(tmp_path):
+    """With a virtual environment or a container; a job that was requeued meets at a new place."""
+    for program, does in (
+        ("scontrol", "printf '%s\\n' node7 node8 node9"),
+        ("srun", 'printf "%s\\n" "$NNODES" "$RDZV_ENDPOINT" "$RDZV_ID" "${VENV_IS_ON:-}" "$@"'),
+    ):
+        stub = tmp_path / program
+        stub.write_text(f"#!/bin/bash\n{does}\n")
+        stub.chmod(0o755)
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/activate").write_text("export VENV_IS_ON=yes\n")
+    job = {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "node[7-9]", "SLURM_JOB_ID": "41"}
+    job["PATH"] = os.pathsep.join([str(tmp_path), "/usr/bin", "/bin"])
+
+    def started(**more: str) -> list[str]:
+        words = ["bash", str(EXAMPLES / "slurm.sh"), "llama3-70b.sh", "x y"]
+        done = subprocess.run(words, env={**job, **more}, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    recipe_words = ["bash", "llama3-70b.sh", "x y"]
+    assert started() == ["3", "node7:29500", "41-0", "", "--kill-on-bad-exit=1", *recipe_words]
+    again = started(SLURM_RESTART_COUNT="2", VENV=str(tmp_path / "venv"))
+    assert again == ["3", "node7:29500", "41-2", "yes", "--kill-on-bad-exit=1", *recipe_words]
+    inside = started(CONTAINER="nemo.sqsh", MOUNTS="/data:/data")
+    assert inside[5:] == [
+        *("--container-image", "nemo.sqsh", "--container-workdir", str(tmp_path)),
+        *("--container-mounts", "/data:/data", *recipe_words),
+    ]
+
+
 SIZES = {
     "0.12b": "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --ffn-hidden-size 2048",
     "1b": "--num-layers 22 --hidden-size 1792 --num-attention-heads 14 --ffn-hidden-size 4778",
