@@ -60,11 +60,15 @@ class DryRun:
         return torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
 
     def copy_of_the_model(self) -> list[int]:
-        """All ranks of the model-parallel group that the present rank is in."""
+        """All ranks that hold a part of the model that the present rank holds a part of, experts included."""
         import torch
         from megatron.core import parallel_state
 
-        return torch.distributed.get_process_group_ranks(parallel_state.get_model_parallel_group())
+        groups = (
+            parallel_state.get_model_parallel_group(),
+            parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
+        )
+        return sorted({rank for group in groups for rank in torch.distributed.get_process_group_ranks(group)})
 
     def schedule(self) -> Schedule:
         """What the cost formulas need to know of the run, as it is for the present rank."""
