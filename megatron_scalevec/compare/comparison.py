@@ -22,7 +22,7 @@ from megatron_scalevec.compare.statistics import (
 from megatron_scalevec.compare.verdict import chance_note, verdict
 from megatron_scalevec.errors import ScaleVecError
 
-__all__ = ["Comparison", "Row", "compare"]
+__all__ = ["Comparison", "Row", "compare", "token_ratio_of"]
 
 # Runs whose ends differ by more have not had the same training.
 _SAME_END = 0.01
@@ -136,7 +136,7 @@ def _row(label: str, groups: dict[str, list[Run]], baseline: str, by: str, level
         seeds=len(mine),
         terminal=bootstrap_interval([terminal_loss(run, by) for run in mine], level=level),
         gap=gap,
-        token_ratio=None if is_baseline else _token_ratio(theirs, mine, level),
+        token_ratio=None if is_baseline else token_ratio_of(theirs, mine, level),
         step_time_ms=step,
         step_ratio=_ratio(step, _median(theirs, "step_time_ms")),
         memory_bytes=memory,
@@ -145,8 +145,9 @@ def _row(label: str, groups: dict[str, list[Run]], baseline: str, by: str, level
     )
 
 
-def _token_ratio(baseline: Sequence[Run], other: Sequence[Run], level: float) -> Interval:
-    """Of the same seed where there are such runs, else of every run with every other, without an interval."""
+def token_ratio_of(baseline: Sequence[Run], other: Sequence[Run], level: float) -> Interval:
+    """The geometric mean of :func:`token_ratio` over seeds: of the same seed where there are "
+    "such runs, else of every run with every other, without an interval."""
     paired = pairs(baseline, other)
     matched = paired or [(theirs, mine) for theirs in baseline for mine in other]
     logs = [math.log(token_ratio(theirs, mine)) for theirs, mine in matched]

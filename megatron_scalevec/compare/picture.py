@@ -16,6 +16,7 @@ __all__ = ["draw"]
 # Okabe and Ito's palette, told apart by colour-blind readers too; the baseline is grey.
 _BASELINE = "#4d4d4d"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
+_TIMES = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 # The first part of a curve falls from ln 256; shown whole it would flatten the rest.
 _SHOWN_FROM = 0.06
 _MARKS = {
@@ -55,36 +56,40 @@ def draw(
     colours = {baseline: _BASELINE, **{n: _COLOURS[i % len(_COLOURS)] for i, n in enumerate(others)}}
     runs = [run for group in groups.values() for run in group]
     with_time = with_time and all(run.seconds is not None for run in runs)
-    columns = 2 if with_time else 1
-    figure = Figure(
-        figsize=(8 if columns == 1 else 13, 6.4 if others else 4.6), dpi=150, layout="constrained"
-    )
+    figure = Figure(figsize=(13 if with_time else 8, 6.4 if others else 4.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    ratios = {"height_ratios": [2.4, 1]} if others else None
-    axes = figure.subplots(2 if others else 1, columns, sharex="col", squeeze=False, gridspec_kw=ratios)
+    left = ["tokens", "difference"] if others else ["tokens"]
+    axes = figure.subplot_mosaic(
+        [[name, "time"] if with_time else [name] for name in left],
+        gridspec_kw={"height_ratios": [2.4, 1]} if others else None,
+    )
     places, axis_name = _places(runs, token)
-    _panels(axes[:, 0], groups, baseline, colours, places, axis_name)
+    top, bottom = axes["tokens"], axes.get("difference", axes["tokens"])
+    if others:
+        top.sharex(bottom)
+        top.tick_params(labelbottom=False)
+    training, validation = _draw_losses(top, groups, colours, places)
+    if others:
+        _draw_differences(bottom, groups, baseline, colours, training, validation)
+        bottom.set_ylabel(f"difference to {baseline}\n(below 0 is better)")
+    bottom.set_xlabel(axis_name)
     if with_time:
         longest = max(run.seconds[-1] for run in runs)
-        unit, name = (3600.0, "hours") if longest > 7200 else (60.0, "minutes")
-        _panels(
-            axes[:, 1],
+        unit, name = next((u, n) for u, n in _TIMES if longest > 2 * u or u == 1.0)
+        _draw_losses(
+            axes["time"],
             groups,
-            baseline,
             colours,
             lambda run, steps: numpy.interp(steps, run.steps, run.seconds) / unit,
-            f"time in training steps ({name})",
         )
-    top = axes[0, 0]
+        axes["time"].set_xlabel(f"time in training steps ({name})")
     top.set_ylabel(f"loss (nats per {token})")
     top.legend(frameon=False, ncols=2 if len(groups) < 4 else 3)
     top.set_title(title, fontsize=10, loc="left")
-    if others:
-        axes[-1, 0].set_ylabel(f"difference to {baseline}\n(below 0 is better)")
-    for axis in axes.flat:
+    for axis in axes.values():
         axis.grid(alpha=0.25, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.align_ylabels()
+    figure.align_ylabels([top, bottom])
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
@@ -102,8 +107,8 @@ def _places(runs: Sequence[Run], token: str) -> tuple[Any, str]:
     return (lambda run, steps: numpy.interp(steps, run.steps, run.tokens) / unit), what
 
 
-def _panels(axes: Any, groups: Any, baseline: str, colours: Any, places: Any, axis_name: str) -> None:
-    top, bottom = axes[0], axes[-1]
+def _draw_losses(axis: Any, groups: Any, colours: Any, places: Any) -> tuple[Any, Any]:
+    """Draw training curves and validation points; returns both by label."""
     training = {name: _together([_training(run, places) for run in runs]) for name, runs in groups.items()}
     validation = {
         name: _together([_validation(run, places) for run in runs])
@@ -111,27 +116,31 @@ def _panels(axes: Any, groups: Any, baseline: str, colours: Any, places: Any, ax
         if all(_validation_points(run) for run in runs)
     }
     for name, colour in colours.items():
-        _draw(top, training[name], f"{name}, training", colour, 1.4)
+        _draw(axis, training[name], f"{name}, training", colour, 1.4)
         if name in validation:
             where, losses = validation[name]
-            top.plot(where, losses.mean(0), color=colour, label=f"{name}, validation", **_MARKS)
-    top.set_ylim(*_limits(training, validation))
+            axis.plot(where, losses.mean(0), color=colour, label=f"{name}, validation", **_MARKS)
+    axis.set_ylim(*_limits(training, validation))
+    return training, validation
+
+
+def _draw_differences(
+    axis: Any, groups: Any, baseline: str, colours: Any, training: Any, validation: Any
+) -> None:
+    axis.axhline(0.0, color=_BASELINE, linewidth=1)
     others = [name for name in colours if name != baseline]
-    if others:
-        bottom.axhline(0.0, color=_BASELINE, linewidth=1)
-        differences = {name: _difference(groups, training, name, baseline) for name in others}
-        points = {
-            name: _difference(groups, validation, name, baseline)
-            for name in others
-            if name in validation and baseline in validation
-        }
-        for name in others:
-            _draw(bottom, differences[name], None, colours[name], 1.2)
-            if name in points:
-                where, values = points[name]
-                bottom.plot(where, values.mean(0), color=colours[name], **_MARKS)
-        _limit_differences(bottom, differences, points)
-    bottom.set_xlabel(axis_name)
+    differences = {name: _difference(groups, training, name, baseline) for name in others}
+    points = {
+        name: _difference(groups, validation, name, baseline)
+        for name in others
+        if name in validation and baseline in validation
+    }
+    for name in others:
+        _draw(axis, differences[name], None, colours[name], 1.2)
+        if name in points:
+            where, values = points[name]
+            axis.plot(where, values.mean(0), color=colours[name], **_MARKS)
+    _limit_differences(axis, differences, points)
 
 
 def _draw(axis: Any, curves: _Curves, label: str | None, colour: str, width: float) -> None:

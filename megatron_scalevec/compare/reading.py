@@ -17,7 +17,7 @@ from megatron_scalevec.demo.logs import LogReader
 from megatron_scalevec.demo.report import median_step_time
 from megatron_scalevec.errors import ScaleVecError
 
-__all__ = ["Run", "demo_runs", "read_run", "read_runs"]
+__all__ = ["Run", "demo_runs", "read_run", "read_runs", "study_run"]
 
 # The same value under the names that are in use.
 _STEP = ("step", "iteration", "_step")
@@ -105,10 +105,10 @@ def read_runs(
 
 def _read(path: Path, seq_length: int | None) -> list[Run]:
     if path.is_dir():
-        if (path / REPORT).is_file():
-            return demo_runs(_json(path / REPORT), str(path))
         if (path / "study.json").is_file():
             return _study_runs(path)
+        if (path / REPORT).is_file():
+            return demo_runs(_json(path / REPORT), str(path))
         return [_tensorboard(path, seq_length)]
     if path.name.startswith("events.out.tfevents"):
         return [_tensorboard(path, seq_length)]
@@ -346,30 +346,26 @@ def _with_even_steps(run: Run, milliseconds: float | None) -> Run:
 
 
 def _study_runs(folder: Path) -> list[Run]:
+    from megatron_scalevec.study.report import finished_runs
     from megatron_scalevec.study.store import Store
 
-    store = Store(folder)
-    options = store.describe()["options"]
-    per_step = options["batch_size"] * options["seq_length"]
-    runs = []
-    for name, result in store.results().items():
-        if result["stage"] != "final" or result["final_validation_loss"] is None:
-            continue
-        losses = dict(map(tuple, result["training"]))
-        label = result["arm"]
-        if len(options["optimizers"]) > 1:
-            label = f"{result['optimizer']} {label}"
-        run = _make(
-            f"{folder}: {name}",
-            label,
-            losses,
-            tokens={step: step * per_step for step in losses},
-            final_validation=result["final_validation_loss"],
-            seed=result["seed"],
-        )
-        runs.append(_with_even_steps(run, result["step_time_ms"]))
+    runs = finished_runs(Store(folder))
     if not runs:
         raise ScaleVecError(
             f"{folder} holds no finished run at a chosen learning rate yet; let the study go on."
         )
     return runs
+
+
+def study_run(result: Mapping[str, Any], label: str, tokens_per_step: int, source: str) -> Run:
+    """A run from its result in a study's folder."""
+    losses = dict(map(tuple, result["training"]))
+    run = _make(
+        source,
+        label,
+        losses,
+        tokens={step: step * tokens_per_step for step in losses},
+        final_validation=result["final_validation_loss"],
+        seed=result["seed"],
+    )
+    return _with_even_steps(run, result["step_time_ms"])

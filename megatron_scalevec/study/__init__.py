@@ -76,8 +76,15 @@ def _study(options: Options, store: Store, corpus: Corpus, versions: dict[str, s
 
 
 def _report(options: Options, store: Store, console: Console) -> int:
-    for name, loss in store.losses().items():
-        console.print(f"{name}: {loss:.4f}", markup=False)
+    from megatron_scalevec.study.report import write_study_report
+
+    report = write_study_report(store)
+    for entry in report["cells"]:
+        if entry["verdict"]:
+            console.print(entry["verdict"], markup=False, soft_wrap=True)
+    for note in report["notes"]:
+        console.print(note, markup=False, soft_wrap=True)
+    console.print(f"{store.folder / 'report.md'}, report.json and pictures beside it", markup=False)
     return 0
 
 
