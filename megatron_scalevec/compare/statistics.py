@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,18 +105,33 @@ def bootstrap_interval(
     count = min(map(len, groups))
     if count < 2:
         return Interval(mean, None, None, count, level=level)
-    generator = numpy.random.default_rng(0)
-    error = math.sqrt(sum(group.var(ddof=1) / len(group) for group in groups))
-    shift, variance = numpy.zeros(draws), numpy.zeros(draws)
-    for sign, group in zip((1.0, -1.0), groups):
-        # Mean and variance of normal samples are independent: no need to draw the samples.
-        size, spread = len(group), group.var(ddof=1)
-        shift += sign * generator.standard_normal(draws) * math.sqrt(spread / size)
-        variance += spread * generator.chisquare(size - 1, draws) / (size - 1) / size
-    if error == 0.0:
+    spreads = [float(group.var(ddof=1) / len(group)) for group in groups]
+    total = sum(spreads)
+    if total == 0.0:
         return Interval(mean, mean, mean, count, level=level)
-    reach = float(numpy.quantile(numpy.abs(shift) / numpy.sqrt(variance), level)) * error
+    # Only the shares matter, so that one mean needs the draws once for each number of seeds.
+    shares = tuple(spread / total for spread in spreads)
+    reach = _reach(tuple(map(len, groups)), shares, level, draws) * math.sqrt(total)
     return Interval(mean, mean - reach, mean + reach, count, level=level)
+
+
+@functools.lru_cache(maxsize=256)
+def _reach(sizes: tuple[int, ...], shares: tuple[float, ...], level: float, draws: int) -> float:
+    """Quantile of the studentized resamples: half an interval's width in standard errors.
+
+    Args:
+        sizes: Values of each group.
+        shares: Squared standard error of each group's mean, together one.
+        level: Of the quantile, both sides together.
+        draws: Resamples.
+    """
+    generator = numpy.random.default_rng(0)
+    shift, variance = numpy.zeros(draws), numpy.zeros(draws)
+    for size, share in zip(sizes, shares):
+        # Mean and variance of normal samples are independent: no need to draw the samples.
+        shift += generator.standard_normal(draws) * math.sqrt(share)
+        variance += share * generator.chisquare(size - 1, draws) / (size - 1)
+    return float(numpy.quantile(numpy.abs(shift) / numpy.sqrt(variance), level))
 
 
 def terminal_loss(run: Run, by: str) -> float:
@@ -158,22 +174,28 @@ def terminal_gap(
 def token_ratio(baseline: Run, other: Run) -> float:
     """Tokens that the baseline needs, over those that ``other`` needs, to come to the same loss.
 
-    The loss is the higher of the two runs' last; above one, ``other`` needs fewer. Curves are the nearest
-    ones that never rise, so that noise does not reach a loss early. Where tokens are not known, steps stand
-    for them.
+    The loss is the higher of the two runs' last, smoothed; above one, ``other`` needs fewer. The lower run
+    is read off the nearest curve that never rises, so that noise does not reach a loss early. Where tokens
+    are not known, steps stand for them.
     """
-    curves = [_curve(run, baseline.tokens is None or other.tokens is None) for run in (baseline, other)]
-    level = max(losses[-1] for _, losses in curves)
-    first, second = (_first_at(level, *curve) for curve in curves)
-    return first / second
+    by_steps = baseline.tokens is None or other.tokens is None
+    (tokens, losses), (other_tokens, other_losses) = (_curve(run, by_steps) for run in (baseline, other))
+    if losses[-1] >= other_losses[-1]:
+        return tokens[-1] / _first_at(losses[-1], other_tokens, other_losses)
+    return _first_at(other_losses[-1], tokens, losses) / other_tokens[-1]
 
 
 def _curve(run: Run, by_steps: bool) -> tuple[numpy.ndarray, numpy.ndarray]:
-    return (run.steps.astype(float) if by_steps else run.tokens), decreasing(smooth(run.losses))
+    """Tokens and losses, both smoothed: at the end of a run a mean stands for the middle of its window."""
+    return smooth(run.steps.astype(float) if by_steps else run.tokens), smooth(run.losses)
 
 
 def _first_at(level: float, tokens: numpy.ndarray, losses: numpy.ndarray) -> float:
-    index = int(numpy.argmax(losses <= level))
+    losses = decreasing(losses)
+    reached = losses <= level
+    if not reached.any():  # the last of the smoothed curve is lower than what is left of it without noise
+        return float(tokens[-1])
+    index = int(numpy.argmax(reached))
     if index == 0:
         return float(tokens[0])
     share = (losses[index - 1] - level) / (losses[index - 1] - losses[index])
