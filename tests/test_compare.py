@@ -3,6 +3,8 @@
 import base64
 import json
 import re
+import shlex
+from pathlib import Path
 
 import numpy
 import pytest
@@ -26,6 +28,7 @@ from megatron_scalevec.compare import (
 from megatron_scalevec.compare.statistics import decreasing
 from megatron_scalevec.errors import ScaleVecError
 
+DOCUMENTATION = (Path(__file__).parents[1] / "docs" / "compare.md").read_text(encoding="utf-8")
 TOKENS = numpy.arange(1, 801) * 1000.0
 
 
@@ -342,8 +345,9 @@ def test_bad_input_is_refused(tmp_path, monkeypatch, capsys, argv, message):
 # --- the whole --------------------------------------------------------------------------------------
 
 
-def test_the_command_writes_all_that_it_is_asked_for(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
+@pytest.fixture
+def six_logs(tmp_path, monkeypatch):
+    """The runs that docs/compare.md names, in the current folder."""
     monkeypatch.chdir(tmp_path)
     generator = numpy.random.default_rng(0)
     for seed in (1, 2, 3):
@@ -351,9 +355,12 @@ def test_the_command_writes_all_that_it_is_asked_for(tmp_path, monkeypatch, caps
         for strategy, gap, ms, memory in (("stock", 0.0, 100.0, 1000.0), ("hg", -0.05, 104.0, 1010.0)):
             losses = shared + gap + generator.normal(0, 0.002)
             write_log(tmp_path / f"{strategy}{seed}.log", strategy, seed, losses.round(6), ms, memory)
-    logs = [f"{strategy}{seed}.log" for strategy in ("hg", "stock") for seed in (1, 2, 3)]
-    out = ["--png", "loss.png", "--html", "page.html", "--json", "figures.json", "--title", "<Mine> & yours"]
-    assert main(["compare", *logs, *out]) == 0
+
+
+def test_the_command_of_the_documentation_writes_all_that_it_is_asked_for(tmp_path, six_logs, capsys):
+    pytest.importorskip("matplotlib")
+    [command] = re.findall(r"^scalevec compare .*$", DOCUMENTATION, re.MULTILINE)
+    assert main([*shlex.split(command)[1:], "--title", "<Mine> & yours"]) == 0
     shown = capsys.readouterr().out
     assert "hg ended below stock, by 0.0" in shown and "104 ms (x 1.04)" in shown and "GiB (x 1.01)" in shown
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -365,6 +372,15 @@ def test_the_command_writes_all_that_it_is_asked_for(tmp_path, monkeypatch, caps
     assert not re.search(r"(src|href)=[\"'](?!data:)", page), "the page needs another file"
     [encoded] = re.findall(r"data:image/png;base64,([^\"]+)", page)
     assert base64.b64decode(encoded) == (tmp_path / "loss.png").read_bytes()
+
+
+def test_the_python_of_the_documentation_runs(tmp_path, six_logs):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "stock1.log").rename("stock.log")
+    (tmp_path / "hg1.log").rename("hg.log")
+    [code] = re.findall(r"```python\n(.*?)```", DOCUMENTATION, re.DOTALL)
+    exec(code, {})
+    assert (tmp_path / "loss.png").is_file() and (tmp_path / "page.html").is_file()
 
 
 def test_pictures_of_runs_that_differ_in_everything(tmp_path):

@@ -377,6 +377,13 @@ def test_interrupt_ends_the_runs_and_leaves_nothing(tmp_path):
     assert signal.getsignal(signal.SIGINT) is not None
 
 
+def _lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_runs_end_with_a_command_that_is_killed(tmp_path):
     code = (
         "import sys; from pathlib import Path; import test_demo;"
@@ -392,7 +399,7 @@ def test_runs_end_with_a_command_that_is_killed(tmp_path):
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     deadline = time.monotonic() + 30
-    while Path(f"/proc/{run}").exists() and "Z" not in Path(f"/proc/{run}/stat").read_text().split()[2]:
+    while _lives(run):
         assert time.monotonic() < deadline, "the run has outlived the command"
         time.sleep(0.05)
 

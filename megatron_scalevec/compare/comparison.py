@@ -112,7 +112,7 @@ def compare(
         raise ScaleVecError(f"{without} has no validation loss after training; compare by training.")
     by = by or ("validation" if validated else "training")
     rows = tuple(_row(label, groups, baseline, by, level) for label in groups)
-    return Comparison(groups, baseline, by, rows, tuple(_notes(groups, by, level)))
+    return Comparison(groups, baseline, by, rows, tuple(_notes(groups, rows, by, level)))
 
 
 def _require_distinct(label: str, group: Sequence[Run]) -> None:
@@ -169,7 +169,7 @@ def _ratio(mine: float | None, theirs: float | None) -> float | None:
     return mine / theirs if mine and theirs else None
 
 
-def _notes(groups: dict[str, list[Run]], by: str, level: float) -> list[str]:
+def _notes(groups: dict[str, list[Run]], rows: Sequence[Row], by: str, level: float) -> list[str]:
     runs = [run for group in groups.values() for run in group]
     silent = [run.source for run in runs if run.tokens is None]
     notes = []
@@ -192,6 +192,6 @@ def _notes(groups: dict[str, list[Run]], by: str, level: float) -> list[str]:
         notes.append("Losses at the end are training losses: the mean over the last twentieth of the steps.")
     if any(len(group) == 1 for group in groups.values()):
         notes.append("A single seed has no interval: how far another seed would end from it is not known.")
-    if note := chance_note(len(groups) - 1, level):
+    if note := chance_note(sum(row.gap is not None and row.gap.known for row in rows), level):
         notes.append(note)
     return notes

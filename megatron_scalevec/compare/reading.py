@@ -60,7 +60,7 @@ class Run:
             raise ScaleVecError(f"{self.source} holds no training loss; name a run that has taken steps.")
 
 
-def read_run(path: Path, label: str | None = None, seq_length: int | None = None) -> Run:
+def read_run(path: str | Path, label: str | None = None, seq_length: int | None = None) -> Run:
     """Read one run: a file of Megatron's log or of JSON lines, or a folder of TensorBoard's.
 
     Args:
@@ -76,7 +76,7 @@ def read_run(path: Path, label: str | None = None, seq_length: int | None = None
 
 
 def read_runs(
-    path: Path, label: str | None = None, seq_length: int | None = None, only_one: bool = False
+    path: str | Path, label: str | None = None, seq_length: int | None = None, only_one: bool = False
 ) -> list[Run]:
     """Read all runs of a file or folder: as :func:`read_run`, or results of ``scalevec demo`` and ``study``.
 
@@ -358,9 +358,9 @@ def _study_runs(folder: Path) -> list[Run]:
 
 
 def study_run(result: Mapping[str, Any], label: str, tokens_per_step: int, source: str) -> Run:
-    """A run from its result in a study's folder."""
+    """A run from its result in a study's folder, without times: its runs share the machine."""
     losses = dict(map(tuple, result["training"]))
-    run = _make(
+    return _make(
         source,
         label,
         losses,
@@ -368,4 +368,3 @@ def study_run(result: Mapping[str, Any], label: str, tokens_per_step: int, sourc
         final_validation=result["final_validation_loss"],
         seed=result["seed"],
     )
-    return _with_even_steps(run, result["step_time_ms"])

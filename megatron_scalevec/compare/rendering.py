@@ -63,7 +63,11 @@ def table(comparison: Comparison) -> Table:
 
 
 def render(
-    comparison: Comparison, *, png: Path | None = None, page: Path | None = None, title: str = "Comparison"
+    comparison: Comparison,
+    *,
+    png: str | Path | None = None,
+    page: str | Path | None = None,
+    title: str = "Comparison",
 ) -> None:
     """Write a picture, and a page that holds it and needs no other file.
 
@@ -76,9 +80,9 @@ def render(
     drawn = io.BytesIO()
     draw(comparison.groups, comparison.baseline, drawn, title=title, with_time=True)
     if png is not None:
-        png.write_bytes(drawn.getvalue())
+        Path(png).write_bytes(drawn.getvalue())
     if page is not None:
-        page.write_text(_page(comparison, drawn.getvalue(), title), encoding="utf-8")
+        Path(page).write_text(_page(comparison, drawn.getvalue(), title), encoding="utf-8")
 
 
 _STYLE = """

@@ -82,7 +82,7 @@ def finished_runs(store: Store) -> list[Run]:
 
 
 def make_report(store: Store) -> dict[str, Any]:
-    """The report as JSON can hold it; ``timing`` alone depends on the machine's load.
+    """The report as JSON can hold it; nothing in it depends on the machine's load.
 
     Raises:
         ScaleVecError: The folder holds no study.
@@ -105,15 +105,7 @@ def make_report(store: Store) -> dict[str, Any]:
         "runs": {"wanted": expected, "missing": missing, "diverged": sum(f.diverged for f in collected)},
         "cells": entries,
         "notes": _notes(options, collected, comparisons),
-        "timing": {
-            "machine": known["machine"],
-            "step_time_ms": {
-                _label(found.cell, options): [
-                    None if result is None else result["step_time_ms"] for result in found.results.values()
-                ]
-                for found in collected
-            },
-        },
+        "machine": known["machine"],
     }
 
 
@@ -222,13 +214,19 @@ def _has_v_norm(arm: Any) -> bool:
 # --- as a page --------------------------------------------------------------------------------------
 
 
-def markdown(report: Mapping[str, Any], picture: Mapping[str, str], command: str = "scalevec study") -> str:
+def markdown(
+    report: Mapping[str, Any],
+    picture: Mapping[str, str],
+    command: str = "scalevec study",
+    heading: str = "##",
+) -> str:
     """The report as Markdown.
 
     Args:
         report: What :func:`make_report` gives.
         picture: Optimizer to where its picture is, as the page is to name it.
         command: What the page says made it.
+        heading: What stands before its headings.
     """
     options = report["options"]
     runs, text, model = report["runs"], report["text"], report["model"]
@@ -257,15 +255,15 @@ def markdown(report: Mapping[str, Any], picture: Mapping[str, str], command: str
     ]
     for optimizer in options["optimizers"]:
         mine = [entry for entry in report["cells"] if entry["optimizer"] == optimizer]
-        lines += ["", f"## {OPTIMIZERS[optimizer]}", ""]
+        lines += ["", f"{heading} {OPTIMIZERS[optimizer]}", ""]
         lines += [f"- {entry['verdict']}" for entry in mine if entry["verdict"]]
-        lines += ["", *_final_table(mine, report)]
+        lines += ["", *_final_table(mine)]
         if optimizer in picture:
             lines += ["", f"![Loss against text read, {OPTIMIZERS[optimizer]}]({picture[optimizer]})"]
         lines += ["", "Learning rates, and the validation losses of the short runs that chose them:", ""]
         lines += _tuning_table(mine)
         lines += ["", "Every run's validation loss:", "", *_runs_table(mine, options["seeds"])]
-    lines += ["", "## How far this goes", ""]
+    lines += ["", f"{heading} How far this goes", ""]
     lines += [f"- {note}" for note in report["notes"]]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     lines += ["", f"Made by `{command}` with {versions}.", ""]
@@ -281,11 +279,9 @@ def _shown(value: Mapping[str, Any] | None, form: str, before: str = "") -> str:
     return "-" if value is None else shown(Interval(**value), form, before)
 
 
-def _final_table(entries: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> list[str]:
-    times = report["timing"]["step_time_ms"]
-    baseline = next(entry["label"] for entry in entries if entry["arm"] == BASELINE)
+def _final_table(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     head = ["arm", "learning rate", f"loss, {LEVEL:.0%} interval", f"against {BASELINE}", "token ratio"]
-    head += ["parameters added", "step time"]
+    head += ["parameters added"]
     rows = [
         [
             f"`{entry['arm']}`",
@@ -294,7 +290,6 @@ def _final_table(entries: Sequence[Mapping[str, Any]], report: Mapping[str, Any]
             _shown(entry["gap"], "+.4f"),
             _shown(entry["token_ratio"], ".2f", "x "),
             "-" if entry["parameters_added"] is None else f"{entry['parameters_added']:,}",
-            _time_ratio(times[entry["label"]], times[baseline]),
         ]
         for entry in entries
     ]
@@ -303,13 +298,8 @@ def _final_table(entries: Sequence[Mapping[str, Any]], report: Mapping[str, Any]
         "",
         f"Token ratio: {BASELINE}'s tokens over the arm's to the same training loss; above 1, "
         "fewer are needed. "
-        "Step times were taken while runs shared the machine.",
+        "Times are not reported: the runs shared the machine.",
     ]
-
-
-def _time_ratio(mine: Sequence[float | None], theirs: Sequence[float | None]) -> str:
-    ratios = sorted(a / b for a, b in zip(mine, theirs) if a and b)
-    return f"x {ratios[len(ratios) // 2]:.2f}" if ratios else "-"
 
 
 def _tuning_table(entries: Sequence[Mapping[str, Any]]) -> list[str]:
