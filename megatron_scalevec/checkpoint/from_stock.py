@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.execution.folds import fold_live_weights, own_folds
 from megatron_scalevec.layers.norm import NormHandle, ScaledNorm, retire
 from megatron_scalevec.vectors import set_vector
 
@@ -16,7 +17,8 @@ __all__ = ["absorb_norms"]
 
 
 def absorb_norms(model: torch.nn.Module) -> None:
-    """Move the scales of a converted model's norms into its vectors; what is at one stays so.
+    """Move the scales of a converted model's norms into its vectors; what is at one stays so. Where the
+    optimizer folds, the weights become W_eff.
 
     Raises:
         ScaleVecError: A trained scale has nowhere to go.
@@ -31,22 +33,28 @@ def absorb_norms(model: torch.nn.Module) -> None:
             fed[id(module)] = NormHandle(module), [(path, module)]
     for norm, owners in fed.values():
         _absorb(norm, owners, zero_centered)
+    fold_live_weights(model)
 
 
-def _input_vectors(owner: torch.nn.Module) -> list[str | None]:
+def _input_vectors(owner: torch.nn.Module) -> list[tuple[torch.nn.Module, str] | None]:
+    """Module and name of every input scale, None for a branch that has none."""
     if isinstance(owner, ScaledNorm):
-        return ["gamma"]
+        return [(owner, "gamma")]
+    folds = own_folds(owner)
+    if folds:
+        return [v and (v.owner, v.name) for v in dict.fromkeys(v for fold in folds for v in fold.inner)]
     # A map without any vectors is still of Megatron's own class.
-    return owner.input_vectors() if hasattr(owner, "input_vectors") else [None]
+    names = owner.input_vectors() if hasattr(owner, "input_vectors") else [None]
+    return [name and (owner, name) for name in names]
 
 
 def _absorb(norm: NormHandle, owners: list[tuple[str, torch.nn.Module]], zero_centered: bool) -> None:
     """Give γ of one norm to all maps behind it."""
     gamma = norm.weight.detach() + 1 if zero_centered else norm.weight.detach().clone()
     for path, owner in owners:
-        for name in _input_vectors(owner):
-            if name is not None:
-                set_vector(owner, name, gamma)
+        for vector in _input_vectors(owner):
+            if vector is not None:
+                set_vector(*vector, gamma)
             elif not bool((gamma == 1).all()):
                 raise ScaleVecError(
                     f"the norm before {path} has a trained scale in this checkpoint, which the strategy "

@@ -11,45 +11,58 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megatron_scalevec.errors import ScaleVecError
-
 __all__ = [
     "GUARD",
     "GUARD_SHAPE",
+    "RAW_MASTER",
     "WEIGHT",
     "is_raw",
+    "is_raw_master",
+    "master_key",
     "raw_key",
-    "require_raw_weights",
+    "raw_master_key",
+    "saved_execution",
     "stacked_axes",
     "stock_key",
 ]
 
 WEIGHT = "weight"
 _RAW = "scalevec_"
+RAW_MASTER = "scalevec_raw"
+"""Part of the key of every raw master whose weight is W_eff."""
 GUARD = "scalevec_guard"
 GUARD_SHAPE = (1, 1, 1)
 """Behind the axes over which layers and experts are stacked. Weights have one or two of their own there."""
 
 
 def raw_key(key: str) -> str:
-    """``a.b.weight`` to ``a.b.scalevec_weight``, ``a.gate_weight`` to ``a.scalevec_gate_weight``. Keys of
-    optimizer states end in the parameter's."""
-    stem, dot, last = key.rpartition(".")
+    """``a.b.weight`` to ``a.b.scalevec_weight``, ``a.gate_weight`` to ``a.scalevec_gate_weight``,
+    ``a.weight.z`` (a part of a weight) to ``a.scalevec_weight.z``. Keys of optimizer states end in the
+    parameter's."""
+    stem, last, part = _split(key)
     if not last.endswith(WEIGHT) or last.startswith(_RAW):
         raise ValueError(f"{key} is no weight's key")
-    return f"{stem}{dot}{_RAW}{last}"
+    return f"{stem}{_RAW}{last}{part}"
 
 
 def is_raw(key: str) -> bool:
     """Whether a key is one that :func:`raw_key` makes."""
-    last = key.rpartition(".")[2]
+    _, last, _ = _split(key)
     return last.startswith(_RAW) and last.endswith(WEIGHT)
 
 
 def stock_key(key: str) -> str:
     """The inverse of :func:`raw_key`; any other key as it is."""
-    stem, dot, last = key.rpartition(".")
-    return f"{stem}{dot}{last.removeprefix(_RAW)}" if is_raw(key) else key
+    stem, last, part = _split(key)
+    return f"{stem}{last.removeprefix(_RAW)}{part}" if is_raw(key) else key
+
+
+def _split(key: str) -> tuple[str, str, str]:
+    """What is before the weight's name, that name, and the part of the weight behind it."""
+    words = key.split(".")
+    at = len(words) - (2 if len(words) > 1 and words[-2].endswith(WEIGHT) else 1)
+    before, behind = words[:at], words[at + 1 :]
+    return "".join(f"{word}." for word in before), words[at], "".join(f".{word}" for word in behind)
 
 
 def stacked_axes(key: str) -> int:
@@ -57,19 +70,31 @@ def stacked_axes(key: str) -> int:
     return len(re.findall(r"\b(?:layers|experts\.experts)\.(?!\d)", key))
 
 
-def require_raw_weights(folder: str, args: Any) -> None:
-    """Refuse a checkpoint of a run whose optimizer folded: its weights are W_eff, not W.
+def raw_master_key(prefix: str, key: str) -> str:
+    """Where a run that folds inside its optimizer keeps the master of a weight, which is raw.
 
     Args:
-        folder: Where it lies, for the message.
-        args: The arguments stored in it.
-
-    Raises:
-        ScaleVecError: It is one.
+        prefix: Of the state that holds masters, up to the parameter's key.
+        key: The weight's, in the model.
     """
-    if getattr(args, "scalevec_executed", None) == "optimizer":
-        raise ScaleVecError(
-            f"{folder} was written with --scalevec-execution optimizer: its weights are folded already and "
-            "its vectors are still there, which this version cannot convert. Stock Megatron reads the model "
-            "part as it is (--no-load-optim)."
-        )
+    return f"{prefix}{RAW_MASTER}.{key}"
+
+
+def is_raw_master(key: str) -> bool:
+    """Whether a key is that of a raw master, of one weight or of a bucket of them."""
+    return RAW_MASTER in key.split(".")
+
+
+def master_key(key: str) -> str:
+    """The key that a raw master would have if its weight were raw too."""
+    return ".".join(word for word in key.split(".") if word != RAW_MASTER)
+
+
+def saved_execution(args: Any) -> str:
+    """The mode of execution of the run that wrote a checkpoint: ``autograd`` (its weights are raw W) or
+    ``optimizer`` (they are W_eff).
+
+    Args:
+        args: The arguments stored in it.
+    """
+    return getattr(args, "scalevec_executed", None) or "autograd"
