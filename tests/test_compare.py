@@ -374,6 +374,16 @@ def test_the_command_of_the_documentation_writes_all_that_it_is_asked_for(tmp_pa
     assert base64.b64decode(encoded) == (tmp_path / "loss.png").read_bytes()
 
 
+def test_labels_and_paths_may_hold_equals_signs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_log(tmp_path / "lr=1.log", "stock", 1, [4.0, 3.0])
+    write_log(tmp_path / "lr=2.log", "stock", 1, [4.0, 2.5])
+    assert main(["compare", "lr=1.log", "dp+reparam=unit=lr=2.log"]) == 0
+    assert "dp+reparam=unit ended 0.5000 below stock" in capsys.readouterr().out
+    assert main(["compare", "lr=1.log", "new=absent.log"]) == 2
+    assert "absent.log does not exist" in capsys.readouterr().err
+
+
 def test_the_python_of_the_documentation_runs(tmp_path, six_logs):
     pytest.importorskip("matplotlib")
     (tmp_path / "stock1.log").rename("stock.log")

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_scalevec.compare.comparison import compare
-from megatron_scalevec.compare.reading import read_runs
+from megatron_scalevec.compare.reading import Run, read_runs
 from megatron_scalevec.compare.rendering import render, table
 from megatron_scalevec.demo.options import SentenceParser
 from megatron_scalevec.demo.process import quiet, require_matplotlib
@@ -107,12 +107,13 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _read(text: str, seq_length: int | None):
-    label, equals, path = text.partition("=")
-    # A path may hold an equals sign itself.
-    if equals and label and path and not os.path.exists(text):
-        return read_runs(Path(path), label, seq_length)
-    return read_runs(Path(text), None, seq_length)
+def _read(text: str, seq_length: int | None) -> list[Run]:
+    """The runs of ``[LABEL=]RUN``; labels and paths may hold an equals sign themselves."""
+    if not os.path.exists(text):
+        for index in (index for index, sign in enumerate(text) if sign == "=" and index):
+            if os.path.exists(text[index + 1 :]):
+                return read_runs(text[index + 1 :], text[:index], seq_length)
+    return read_runs(text, None, seq_length)
 
 
 def _require_writable(path: Path) -> None:

@@ -47,13 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _study(options: Options, store: Store, corpus: Corpus, versions: dict[str, str], console: Console) -> int:
     from megatron_scalevec.demo.runs import RunFailed, carry_out, look_at_machine
     from megatron_scalevec.study.display import StudyDisplay
-    from megatron_scalevec.study.plan import cells
+    from megatron_scalevec.study.plan import cells, wanted
     from megatron_scalevec.study.running import JobQueue
 
     text = corpus.describe()
     store.open(options, text, versions)
     with store.owned() as descriptor:
-        at_most = len(cells(options)) * len(options.seeds)
+        at_most = max(len(wanted(options, {})), len(cells(options)) * len(options.seeds))
         machine = look_at_machine(options.run_options(1.0, options.steps), at_most, threads=1)
         with quiet():
             write_dataset(corpus, store.folder / "data" / "text")

@@ -19,7 +19,7 @@ __all__ = ["BASELINE", "OPTIMIZERS", "Options", "parse", "parser"]
 BASELINE = demo.BASELINE
 OPTIMIZERS = {"adam": "AdamW", "muon": "Muon"}
 _ARMS = "stock,hg,unified,unified-foldable,unified+branches-off=v"
-_RATES = {"adam": (2e-3, 4e-3, 8e-3), "muon": (4e-3, 8e-3, 1.6e-2)}
+_RATES = {"adam": (1e-3, 2e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3)}
 _TUNING_SEED = 99
 
 
