@@ -28,6 +28,7 @@ __all__ = [
     "set_role",
     "set_vector",
     "vector_info",
+    "vector_names",
     "vector_parts",
     "was_added",
 ]
@@ -111,6 +112,11 @@ def add_vector(
 def has_vector(owner: torch.nn.Module, name: str) -> bool:
     """Whether :func:`add_vector` made a vector of this name on the module."""
     return name in owner.__dict__.get(_KINDS_ATTRIBUTE, {})
+
+
+def vector_names(owner: torch.nn.Module) -> list[str]:
+    """Base names of the vectors that :func:`add_vector` made on the module."""
+    return list(owner.__dict__.get(_KINDS_ATTRIBUTE, {}))
 
 
 def set_vector(owner: torch.nn.Module, name: str, gamma: torch.Tensor) -> None:

@@ -4,6 +4,9 @@ W becomes W ⊙ (γ_out γ_inᵀ). Where all branches of a norm have the same γ
 so that a checkpoint that was only unfolded comes back bit for bit; before a mixture of experts that means the
 router, every expert and the shared ones. A norm's own vector becomes its weight.
 
+What a run that folds inside its optimizer has saved keeps its weights, which are W_eff already; no γ returns
+to a norm then.
+
 Optimizer: master copies are folded like the weights. With s the factor that W is multiplied by, the gradient
 of the folded weight is ∂L/∂W / s, so the first average is divided by s and the second by s². That is exact as
 far as s was constant while the averages were made; where s is zero they start at zero. Scales that return to
@@ -18,7 +21,7 @@ import re
 import torch
 
 from megatron_scalevec.checkpoint.draft import Draft, Family
-from megatron_scalevec.checkpoint.keys import raw_key, require_raw_weights
+from megatron_scalevec.checkpoint.keys import raw_key, saved_execution
 from megatron_scalevec.checkpoint.store import Box
 from megatron_scalevec.checkpoint.tables import (
     Dimensions,
@@ -60,7 +63,7 @@ class Folding:
             raise ScaleVecError(
                 f"{draft.reader.folder} is a stock checkpoint already: it carries no scale vectors to fold."
             )
-        require_raw_weights(draft.reader.folder, draft.args)
+        self._live_is_folded = saved_execution(draft.args) == "optimizer"
         self.dimensions = Dimensions.of(draft.args)
         self._kind = get_reparameterization(self.config.reparam or "none")
         linears = find_linears(draft.model_keys)
@@ -119,9 +122,14 @@ class Folding:
 
     def _linears(self, sites: list[Site]) -> None:
         """All linears that one norm feeds, and the norm."""
-        scaled = [site for site in sites if raw_key(site.weight) in self.draft.reader.tensors]
+        scaled = [site for site in sites if self._is_scaled(site)]
         norm = sites[0].norm
-        returns = norm is not None and len(scaled) == len(sites) and self._same_input_scales(sites)
+        returns = (
+            not self._live_is_folded
+            and norm is not None
+            and len(scaled) == len(sites)
+            and self._same_input_scales(sites)
+        )
         for site in scaled:
             self._linear(site, returns)
         if returns:
@@ -135,28 +143,41 @@ class Folding:
         elif norm is not None:
             self._norm(norm)
 
+    def _stored(self, site: Site) -> str:
+        """The weight's key here: its stock key may hold a guard."""
+        raw = raw_key(site.weight)
+        return raw if raw in self.draft.reader.tensors else site.weight
+
+    def _is_scaled(self, site: Site) -> bool:
+        if self._stored(site) != site.weight:
+            return True
+        return self._live_is_folded and self._has_any(site, self._row_map(site), returns=False)
+
     def _row_map(self, site: Site) -> RowMap:
-        return site.kind.rows(self.dimensions, self.draft.reader.tensors[raw_key(site.weight)].shape[-2])
+        return site.kind.rows(self.dimensions, self.draft.reader.tensors[self._stored(site)].shape[-2])
 
     def _linear(self, site: Site, returns: bool) -> None:
         """``returns``: whether the input scales go back to the norm."""
         weight = site.weight
-        raw = raw_key(weight)
-        shape = self.draft.reader.tensors[raw].shape
+        stored = self._stored(site)
+        shape = self.draft.reader.tensors[stored].shape
         row_map = self._row_map(site)
-        self.draft.drop(weight)  # the guard
+        if stored != weight:
+            self.draft.drop(weight)  # the guard
         factors = functools.lru_cache(maxsize=2)(
             lambda family, index: self._factors(site, row_map, shape[-1], family, index, returns)
         )
 
         def folded(family: Family, values: torch.Tensor, box: Box) -> torch.Tensor:
+            if self._live_is_folded and not family.prefix:
+                return values
             rows = slice(box.offsets[-2], box.offsets[-2] + box.sizes[-2])
             columns = slice(box.offsets[-1], box.offsets[-1] + box.sizes[-1])
             layers = _layers(box)
             flat = values.view(-1, *box.sizes[-2:])  # a copy already, changed in place
             for number, index in enumerate(layers):
                 # The scales of a moment are those of the masters, or of the model where there are none.
-                scales = Family(self._master_of(family, raw), 0)
+                scales = Family(self._master_of(family, stored), 0)
                 gamma_in, gamma_out = factors(scales, index)
                 flat[number] = _scale(
                     flat[number],
@@ -168,7 +189,7 @@ class Folding:
                 )
             return values
 
-        self.draft.change(raw, weight, folded if self._has_any(site, row_map, returns) else None)
+        self.draft.change(stored, weight, folded if self._has_any(site, row_map, returns) else None)
 
     def _names(self, site: Site, row_map: RowMap, side: str) -> list[str | None]:
         """Names of a side's vectors by branch, None where there is none."""

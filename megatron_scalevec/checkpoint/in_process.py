@@ -11,6 +11,7 @@ from megatron_scalevec.checkpoint.joined import JoinedDownProjection
 from megatron_scalevec.convert import applied_config
 from megatron_scalevec.convert.hybrid import is_supported
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.execution.folds import forget_folds, own_folds, release
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
 from megatron_scalevec.layers.common import Folded
 from megatron_scalevec.layers.experts import ScaleVecExperts
@@ -65,6 +66,11 @@ def fold(model: torch.nn.Module) -> None:
                 _take_away(module, FoldedLinear if isinstance(module, FoldedLinear) else FoldedReplicated)
             elif isinstance(module, ScaledNorm) and id(module) not in stays:
                 _fold_norm(module, zero_centered)
+            elif own_folds(module):  # its weight is W_eff
+                for owner in {vector.owner for fold in own_folds(module) for vector in fold.vectors}:
+                    _remove_vectors(owner)
+                forget_folds(module)
+        release(model)
         for name, param in model.named_parameters():
             if re.fullmatch(r"(.*\.)?[a-z_]*weight\d*", name):
                 param.requires_grad_(True)

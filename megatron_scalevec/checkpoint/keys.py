@@ -11,21 +11,25 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megatron_scalevec.errors import ScaleVecError
-
 __all__ = [
     "GUARD",
     "GUARD_SHAPE",
+    "RAW_MASTER",
     "WEIGHT",
     "is_raw",
+    "is_raw_master",
+    "master_key",
     "raw_key",
-    "require_raw_weights",
+    "raw_master_key",
+    "saved_execution",
     "stacked_axes",
     "stock_key",
 ]
 
 WEIGHT = "weight"
 _RAW = "scalevec_"
+RAW_MASTER = "scalevec_raw"
+"""Part of the key of every raw master whose weight is W_eff."""
 GUARD = "scalevec_guard"
 GUARD_SHAPE = (1, 1, 1)
 """Behind the axes over which layers and experts are stacked. Weights have one or two of their own there."""
@@ -66,19 +70,31 @@ def stacked_axes(key: str) -> int:
     return len(re.findall(r"\b(?:layers|experts\.experts)\.(?!\d)", key))
 
 
-def require_raw_weights(folder: str, args: Any) -> None:
-    """Refuse a checkpoint of a run whose optimizer folded: its weights are W_eff, not W.
+def raw_master_key(prefix: str, key: str) -> str:
+    """Where a run that folds inside its optimizer keeps the master of a weight, which is raw.
 
     Args:
-        folder: Where it lies, for the message.
-        args: The arguments stored in it.
-
-    Raises:
-        ScaleVecError: It is one.
+        prefix: Of the state that holds masters, up to the parameter's key.
+        key: The weight's, in the model.
     """
-    if getattr(args, "scalevec_executed", None) == "optimizer":
-        raise ScaleVecError(
-            f"{folder} was written with --scalevec-execution optimizer: its weights are folded already and "
-            "its vectors are still there, which this version cannot convert. Stock Megatron reads the model "
-            "part as it is (--no-load-optim)."
-        )
+    return f"{prefix}{RAW_MASTER}.{key}"
+
+
+def is_raw_master(key: str) -> bool:
+    """Whether a key is that of a raw master, of one weight or of a bucket of them."""
+    return RAW_MASTER in key.split(".")
+
+
+def master_key(key: str) -> str:
+    """The key that a raw master would have if its weight were raw too."""
+    return ".".join(word for word in key.split(".") if word != RAW_MASTER)
+
+
+def saved_execution(args: Any) -> str:
+    """The mode of execution of the run that wrote a checkpoint: ``autograd`` (its weights are raw W) or
+    ``optimizer`` (they are W_eff).
+
+    Args:
+        args: The arguments stored in it.
+    """
+    return getattr(args, "scalevec_executed", None) or "autograd"

@@ -7,6 +7,7 @@ in float32 on one rank with local layers, whatever the run had.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -90,12 +91,15 @@ def logits_of(path: str, dtype: Any = None):
     import torch
 
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from megatron_scalevec.checkpoint.keys import saved_execution
     from megatron_scalevec.checkpoint.store import CheckpointReader
 
     reader = CheckpointReader(path)
     args = argparse.Namespace(**{**vars(reader.args), **_SETTINGS, "params_dtype": torch.float32})
     model = _build(args)
-    apply_scale_vectors(model, ScaleVecConfig.from_namespace(args))
+    config = ScaleVecConfig.from_namespace(args)
+    if config.active:
+        apply_scale_vectors(model, dataclasses.replace(config, execution=saved_execution(args)))
     _load(model, str(reader.folder))
     model.to(dtype).eval()
     vocabulary = reader.tensors["embedding.word_embeddings.weight"].shape[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -45,6 +46,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_scalevec.checkpoint.keys import is_raw_master, master_key
 from megatron_scalevec.checkpoint.layout import (
     COMMON_FILE,
     CONFIG_FILE,
@@ -125,6 +127,7 @@ class CheckpointReader:
             for key, entry in entries
             if isinstance(entry, TensorStorageMetadata)
         }
+        self._stored_as = self._raw_masters()
         self.objects = tuple(
             key for key, entry in entries if isinstance(entry, BytesStorageMetadata) and key != COMMON_OBJECT
         )
@@ -138,6 +141,7 @@ class CheckpointReader:
             KeyError: There is no such tensor.
         """
         stored = self.tensors[key]
+        key = self._stored_as.get(key, key)
         box = box or Box((0,) * len(stored.shape), stored.shape)
         into = torch.empty(box.sizes, dtype=stored.dtype)
         wanted = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
@@ -145,6 +149,13 @@ class CheckpointReader:
         items = create_read_items_for_chunk_list(key, entry, [wanted])
         self._storage.read_data(LoadPlan(items), _ReadInto(into)).wait()
         return into
+
+    def _raw_masters(self) -> dict[str, str]:
+        """Raw masters get the keys of other masters, where guards are. Returns those keys to the stored."""
+        stored_as = {master_key(key): key for key in self.tensors if is_raw_master(key)}
+        for key, stored in stored_as.items():
+            self.tensors[key] = dataclasses.replace(self.tensors.pop(stored), key=key)
+        return stored_as
 
     def read_object(self, name: str) -> bytes:
         """An object as it is stored: what ``torch.save`` has made of a list of shards."""

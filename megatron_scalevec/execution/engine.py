@@ -45,7 +45,7 @@ class FoldSet:
     def __init__(self, folds: Sequence[Fold], weights: Member, vectors: Member) -> None:
         self.folds = list(folds)
         self.weights, self.vectors = weights, vectors
-        self.tp_group = folds[0].tp_group
+        self.groups = folds[0].groups
         self.table = VectorTable(
             list(dict.fromkeys(vector for fold in folds for vector in fold.vectors)), folds[0].weight.device
         )
@@ -59,8 +59,12 @@ class FoldSet:
         self.written = False
         self.waiting: set[int] = set()
         self.expect_step()
-        self._unchecked = list(self.local)
         self._next_check = 0
+        self.check_all()
+
+    def check_all(self) -> None:
+        """Something has been loaded: look at every shard at the next step."""
+        self._unchecked = list(self.local)
 
     def expect_step(self) -> None:
         """The optimizers of weights and vectors are about to step."""
@@ -82,10 +86,9 @@ class FoldSet:
 
     def complete(self, sums: torch.Tensor) -> None:
         """Sum the vectors' gradients over the ranks that hold the other parts of the weights."""
-        if self.weights.group is not None:
-            dist.all_reduce(sums, group=self.weights.group)
-        if self.tp_group is not None:
-            dist.all_reduce(sums, group=self.tp_group)
+        for group in (self.weights.group, *self.groups):
+            if group is not None:
+                dist.all_reduce(sums, group=group)
 
     # --- passes ----------------------------------------------------------------------------------------
 
@@ -151,7 +154,7 @@ class FoldSet:
             torch_passes.unfold_into(
                 one.shard.master, one.shard.start, one.columns, one.fold.runs, self._scales(one)
             )
-        self._unchecked = list(self.local)
+        self.check_all()
         return revived
 
     def _scales(self, one: _Sharded) -> Scales:
@@ -204,6 +207,8 @@ class Engine:
 
     def __init__(self, sets: Sequence[FoldSet]) -> None:
         self.sets = list(sets)
+        self.marks_masters = True
+        """Whether raw masters have keys of their own; not while a checkpoint of the other mode is loaded."""
 
     @property
     def folds(self) -> list[Fold]:
@@ -215,7 +220,27 @@ class Engine:
         """See :meth:`FoldSet.split`. Gradients are complete, unscaled and not yet clipped."""
         for one in self.sets:
             one.split()
+        self.expect_step()
+
+    def expect_step(self) -> None:
+        """See :meth:`FoldSet.expect_step`."""
+        for one in self.sets:
             one.expect_step()
+
+    def check_all(self) -> None:
+        """See :meth:`FoldSet.check_all`."""
+        for one in self.sets:
+            one.check_all()
+
+    def weights_of(self, optimizer: Any) -> dict[torch.nn.Parameter, Any]:
+        """The folded weights that one optimizer of the chain steps, with the tensor-parallel group that
+        shares each (None where every rank holds it whole)."""
+        return {
+            fold.weight: fold.tp_group
+            for one in self.sets
+            if one.weights.optimizer is optimizer
+            for fold in one.folds
+        }
 
     @torch.no_grad()
     def write(self, member: Any) -> None:

@@ -16,7 +16,17 @@ from megatron_scalevec.execution.shard import Run, Scales, fold_into, runs_of
 from megatron_scalevec.fold import RowMap
 from megatron_scalevec.vectors import compose_vector, vector_parts
 
-__all__ = ["Fold", "Vector", "fold_live_weights", "folds_of", "register_fold", "require_an_engine"]
+__all__ = [
+    "Fold",
+    "Vector",
+    "fold_live_weights",
+    "folds_of",
+    "forget_folds",
+    "own_folds",
+    "register_fold",
+    "release",
+    "require_an_engine",
+]
 
 _ATTRIBUTE = "scalevec_folds"
 
@@ -48,8 +58,9 @@ class Vector:
 class Fold:
     """W_eff[r, c] = W[r, c] · γ_in[branch of r][first_column + c] · γ_out[branch of r][channel of r].
 
-    ``inner`` and ``outer`` have one entry per branch, None where the scale is one. ``tp_group``: the group
-    over which a vector's gradient is a sum, None where every rank holds the whole weight.
+    ``inner`` and ``outer`` have one entry per branch, None where the scale is one. ``groups``: those over
+    which a vector's gradient is a sum, besides the ranks that share the weight's master: the ranks of a
+    tensor-parallel group hold other rows or columns, those of an expert-parallel one other experts.
     """
 
     owner: torch.nn.Module
@@ -58,7 +69,7 @@ class Fold:
     inner: tuple[Vector | None, ...]
     outer: tuple[Vector | None, ...]
     first_column: int = 0
-    tp_group: Any = None
+    groups: tuple[Any, ...] = ()
 
     @property
     def weight(self) -> torch.nn.Parameter:
@@ -92,22 +103,24 @@ def register_fold(
     outer: Sequence[str | None],
     weight_name: str = "weight",
     first_column: int = 0,
-    tp_group: Any = None,
+    groups: Sequence[Any] = (),
+    vectors_of: torch.nn.Module | None = None,
 ) -> Fold:
     """Declare that a weight is W_eff from now on, and make it so.
 
     Args:
-        owner: Holds the weight and the vectors.
+        owner: Holds the weight.
         row_map: For this rank's rows.
-        inner: Name of each branch's γ_in on ``owner``, None for ones.
+        inner: Name of each branch's γ_in, None for ones.
         outer: Name of each branch's γ_out.
         weight_name: Of a parameter [local rows, local columns], raw W on entry.
         first_column: Where this rank's columns begin in γ_in.
-        tp_group: Over which the weight is sharded, None where it is not.
+        groups: Over whose ranks the gradient of a vector is a sum; of one rank or more.
+        vectors_of: Holds the vectors, ``owner`` by default.
     """
 
     def vector(name: str | None) -> Vector | None:
-        return None if name is None else Vector(owner, name)
+        return None if name is None else Vector(vectors_of or owner, name)
 
     fold = Fold(
         owner,
@@ -116,7 +129,7 @@ def register_fold(
         tuple(map(vector, inner)),
         tuple(map(vector, outer)),
         first_column,
-        tp_group if tp_group is not None and tp_group.size() > 1 else None,
+        tuple(group for group in groups if group.size() > 1),
     )
     owner.__dict__.setdefault(_ATTRIBUTE, []).append(fold)
     _fold_live(fold)
@@ -126,7 +139,17 @@ def register_fold(
 def folds_of(model: torch.nn.Module) -> Iterator[Fold]:
     """Every fold of a model, in the order of its modules, which is that of every data-parallel rank."""
     for module in model.modules():
-        yield from module.__dict__.get(_ATTRIBUTE, ())
+        yield from own_folds(module)
+
+
+def own_folds(module: torch.nn.Module) -> Sequence[Fold]:
+    """The folds of the weights that a module owns itself."""
+    return module.__dict__.get(_ATTRIBUTE, ())
+
+
+def forget_folds(module: torch.nn.Module) -> None:
+    """The vectors are taken away: the module's weights stay what they are, W_eff."""
+    module.__dict__.pop(_ATTRIBUTE, None)
 
 
 def fold_live_weights(model: torch.nn.Module) -> None:

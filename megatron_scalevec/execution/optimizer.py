@@ -9,6 +9,7 @@ are untouched.
                                          parameters over data-parallel ranks comes later
     sharded_state_dict                   of a single one: raw masters get another key than a stock
                                          Megatron asks for, which would take them for the live weight's
+    load_state_dict                      of a single one: then all live weights are to be compared again
     prepare_grads                        of the outermost: then gradients are split; clipping comes later
     step_with_ready_grads                of the outermost: then every live weight has been folded
     reload_model_params                  of the outermost: then masters are unfolded
@@ -27,7 +28,7 @@ from megatron_scalevec.execution.buckets import link_ready_signals
 from megatron_scalevec.execution.engine import Engine, FoldSet
 from megatron_scalevec.execution.folds import Fold, folds_of, release
 from megatron_scalevec.execution.members import Member, leaves_of
-from megatron_scalevec.execution.resume import rename_raw_masters
+from megatron_scalevec.execution.resume import mark_raw_masters
 
 __all__ = ["engine_of", "execute_in_optimizer"]
 
@@ -71,19 +72,21 @@ def execute_in_optimizer(optimizer: Any, model_chunks: Sequence[torch.nn.Module]
 
 
 def _sets(folds: Sequence[Fold], members: Sequence[Member]) -> list[FoldSet]:
-    """Folds by the members that hold their weight and their vectors, and by tensor-parallel group."""
+    """Folds by the members that hold their weight and their vectors, and by the groups of the sums."""
     grouped: dict[tuple, list[Fold]] = {}
     for fold in folds:
         of_weight = _member_of(fold.weight, fold, members)
         of_vectors, *others = dict.fromkeys(_member_of(part, fold, members) for part in fold.parameters)
-        # A distributed optimizer gathers its weights over ranks before another one has stepped.
-        if others or (of_vectors is not of_weight and of_weight.group is not None):
+        # A distributed optimizer gathers its weights over ranks as soon as it has stepped, and a fold takes
+        # the vectors after their step: that of shared experts' vectors, which are dense parameters, is first.
+        in_time = of_weight.group is None or members.index(of_vectors) <= members.index(of_weight)
+        if others or not in_time:
             raise ScaleVecError(
                 f"the weight of a {type(fold.owner).__name__} {tuple(fold.weight.shape)} and its scale "
                 "vectors are stepped by different optimizers, which execution inside the optimizer does not "
                 "fold; use --scalevec-execution autograd."
             )
-        key = of_weight, of_vectors, None if fold.tp_group is None else id(fold.tp_group)
+        key = of_weight, of_vectors, tuple(map(id, fold.groups))
         grouped.setdefault(key, []).append(fold)
     return [FoldSet(own, weights, vectors) for (weights, vectors, _), own in grouped.items()]
 
@@ -108,8 +111,14 @@ def _folding_member(base: type) -> type:
 
         def sharded_state_dict(self, *args, **kwargs):
             state = super().sharded_state_dict(*args, **kwargs)
-            rename_raw_masters(state, engine_of(self).folds, *args, **kwargs)
+            engine = engine_of(self)
+            if engine.marks_masters:
+                mark_raw_masters(state, engine.weights_of(self), self, *args, **kwargs)
             return state
+
+        def load_state_dict(self, *args, **kwargs):
+            super().load_state_dict(*args, **kwargs)
+            engine_of(self).check_all()
 
     return _named(Folding, f"Folding{base.__name__}")
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from megatron_scalevec.checkpoint.keys import WEIGHT, is_raw, raw_key, require_raw_weights, stock_key
+from megatron_scalevec.checkpoint.keys import WEIGHT, is_raw, raw_key, saved_execution, stock_key
 from megatron_scalevec.checkpoint.store import Box, CheckpointReader, StoredTensor
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.decisions import SHARED
@@ -46,7 +46,7 @@ class FoldedCheckpoint:
         self._reader = reader
         self._model = model
         config = ScaleVecConfig.from_namespace(reader.args)
-        require_raw_weights(reader.folder, reader.args)
+        self._live_is_folded = saved_execution(reader.args) == "optimizer"
         if config.owns_vectors and model.experts is not None:
             raise ScaleVecError(
                 f"{reader.folder} has experts with scale vectors: make a stock checkpoint of it first "
@@ -86,7 +86,7 @@ class FoldedCheckpoint:
         vectors = {name: self._vector(name, block) for name in self._vector_names(stored, block)}
         if block.norm:
             return self._norm(tensor, next(iter(vectors.values())))
-        if all(vector is None for vector in vectors.values()):
+        if self._live_is_folded or all(vector is None for vector in vectors.values()):
             return tensor
         return _folded(tensor, _stem(stored), self._row_maps[block.key][1](), vectors)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_scalevec.checkpoint.keys import saved_execution
 from megatron_scalevec.checkpoint.layout import (
     CONFIG_FILE,
     TRACKER_FILE,
@@ -22,7 +23,7 @@ from megatron_scalevec.checkpoint.layout import (
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.integration.arguments import MODEL_FLAGS
-from megatron_scalevec.integration.session import Session, say
+from megatron_scalevec.integration.session import Loading, Session, say
 
 _FROM_STOCK = "scalevec_starts_from_stock"
 
@@ -30,19 +31,20 @@ __all__ = ["base_checkpoint", "distributed_state", "group_order", "load", "load_
 
 
 def load(current: Session, original):
-    """Tells the other hooks which model is being loaded into."""
+    """Tells the other hooks which model and optimizer are being loaded into."""
 
-    def load_checkpoint(ddp_model, *args, **kwargs):
+    def load_checkpoint(ddp_model, optimizer, *args, **kwargs):
         from megatron.core.utils import unwrap_model
 
-        current.loading = unwrap_model(ddp_model)
-        try:
-            return original(ddp_model, *args, **kwargs)
-        finally:
-            for chunk in current.loading:
-                if isinstance(chunk, torch.nn.Module) and hasattr(chunk, _FROM_STOCK):
-                    setattr(chunk, _FROM_STOCK, False)
-            current.loading = []
+        with contextlib.ExitStack() as meanwhile:
+            current.loading = Loading(unwrap_model(ddp_model), ddp_model, optimizer, meanwhile)
+            try:
+                return original(ddp_model, optimizer, *args, **kwargs)
+            finally:
+                for chunk in current.loading.chunks:
+                    if isinstance(chunk, torch.nn.Module) and hasattr(chunk, _FROM_STOCK):
+                        setattr(chunk, _FROM_STOCK, False)
+                current.loading = None
 
     return load_checkpoint
 
@@ -164,7 +166,7 @@ def _require_whole(load_dir: str | None, args: Any) -> None:
 def _require_same(current: Session, args: Any, saved: Any, load_dir: str) -> None:
     config, was = current.config, ScaleVecConfig.from_namespace(saved)
     if was == config:
-        _require_same_execution(config, saved, load_dir)
+        _prepare_for_execution(current, saved, load_dir)
         return
     if was.active or not getattr(args, "finetune", False):
         flags = " ".join(_flags_of(saved)) or "no --scalevec-* flag"
@@ -185,21 +187,26 @@ def _require_same(current: Session, args: Any, saved: Any, load_dir: str) -> Non
             "scales of its norms; use another strategy, or start without --load."
         )
     say(f"starting from the stock checkpoint in {load_dir}: its norms' scales move into the scale vectors")
-    for chunk in current.loading:
+    for chunk in current.loading.chunks:
         setattr(chunk, _FROM_STOCK, True)
 
 
-def _require_same_execution(config: ScaleVecConfig, saved: Any, load_dir: str) -> None:
-    executed = getattr(saved, "scalevec_executed", None) or "autograd"
-    if config.active and executed != config.execution:
-        raise ScaleVecError(
-            f"the checkpoint in {load_dir} was written with execution {executed}, where 'weight' is "
-            f"{_MEANING[executed]}, and this run has execution {config.execution}, where it is "
-            f"{_MEANING[config.execution]}: give --scalevec-execution {executed}."
+def _prepare_for_execution(current: Session, saved: Any, load_dir: str) -> None:
+    """Have model and optimizer ask for what the other mode of execution has saved."""
+    executed, loading = saved_execution(saved), current.loading
+    if not current.config.active or executed == current.config.execution or loading is None:
+        return
+    if loading.execution is None:  # Megatron looks at a checkpoint twice
+        from megatron_scalevec.checkpoint.other_execution import loading_other_execution
+
+        say(
+            f"the checkpoint in {load_dir} was written with execution {executed}; this run goes on with "
+            f"execution {current.config.execution}"
         )
-
-
-_MEANING = {"autograd": "the raw weight", "optimizer": "the folded one"}
+        loading.execution = executed
+        loading.meanwhile.enter_context(
+            loading_other_execution(loading.wrapped_chunks, loading.optimizer, executed)
+        )
 
 
 def _require_same_optimizers(args: Any, saved: Any, load_dir: str) -> None:

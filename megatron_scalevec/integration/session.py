@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from packaging.version import Version
 
 from megatron_scalevec.config import ScaleVecConfig
 
-__all__ = ["Session", "say"]
+__all__ = ["Loading", "Session", "say"]
+
+
+@dataclass
+class Loading:
+    """What a checkpoint is being loaded into. ``meanwhile`` is left when it has been; ``execution`` is the
+    checkpoint's mode of execution where that is not the run's."""
+
+    chunks: list[Any]
+    wrapped_chunks: list[Any]
+    optimizer: Any
+    meanwhile: contextlib.ExitStack
+    execution: str | None = None
 
 
 class Session:
@@ -25,7 +39,7 @@ class Session:
         self.required: dict[str, str] = {}  # name to target; an active strategy is not built without them
         self.called: set[str] = set()
         self.restoring = False
-        self.loading: list[Any] = []  # model chunks, while a checkpoint is loaded into them
+        self.loading: Loading | None = None  # while a checkpoint is loaded
         # Nothing will run: the arguments are those of another machine, whose files are not looked for.
         self.describing = False
         self.cpu_changes: list[str] = []
