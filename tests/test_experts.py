@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from packaging.version import Version
 from ranks.pool import RankFailure
+from runs import assert_equal_steps, together
 
 from megatron_scalevec import ScaleVecConfig, ScaleVecError
 
@@ -73,31 +74,6 @@ def gradients(ranks):
         return runs[key]
 
     return run
-
-
-def together(runs):
-    """Gradients of all vectors over the ranks; those that several ranks hold must agree."""
-    found = {}
-    for run in runs:
-        for name, gradient in run["gradients"].items():
-            if name in found:
-                np.testing.assert_allclose(gradient, found[name], rtol=1e-9, atol=1e-12, err_msg=name)
-            found[name] = gradient
-    return found
-
-
-def assert_equal_steps(runs, serial):
-    [serial] = serial
-    found = together(runs)
-    assert found.keys() == serial["gradients"].keys()
-    for name, expected in serial["gradients"].items():
-        limit = 1e-6 * abs(expected).max() + 1e-9
-        np.testing.assert_allclose(found[name], expected, rtol=0, atol=limit, err_msg=name)
-    for run in runs:
-        np.testing.assert_allclose(run["norm"], serial["norm"], rtol=1e-6)
-        assert run["audit"] == serial["audit"]
-        for name, moved in run["moved"].items():
-            np.testing.assert_allclose(moved, serial["moved"][name], rtol=1e-5, err_msg=name)
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,14 @@ def test_mamba_layers_equal_their_definition(ranks):
         assert found["gradient"] < 1e-10, form
 
 
+def test_gated_delta_nets_equal_their_definition(ranks):
+    """Values and all gradients in every form; Megatron's delta rule computes in float32."""
+    forms = [*FORMS, {"strategy": "none"}, {"strategy": "dp", "branches_off": ("delta_z", "delta_b")}]
+    for form, found in zip(forms, ranks.run("delta_by_definition", configs=forms)[0], strict=True):
+        assert found["start"] < 1e-6, form
+        assert found["logits"] < 1e-5 and found["gradient"] < 1e-4, (form, found)
+
+
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -52,10 +60,11 @@ def test_gradients_are_the_serial_ones(ranks, kind, layout):
                 )
 
 
-def test_gradients_of_experts_in_a_hybrid(ranks):
+@pytest.mark.parametrize("kind", ["hybrid with experts", "qwen3-next"])
+def test_gradients_of_experts_in_a_hybrid(ranks, kind):
     """With sequence parallelism: without it, Megatron trains no experts on several tensor-parallel ranks."""
     for strategy in ("unified", "iwd"):
-        given = {"config": {"strategy": strategy}, "kind": "hybrid with experts"}
+        given = {"config": {"strategy": strategy}, "kind": kind}
         [serial] = ranks.run("gradients", **given)
         assert strategy == "iwd" or any("experts.local_experts.3." in name for name in serial["gradients"])
         for result in ranks.run("gradients", 2, **given, **LAYOUTS["tp2-sp"]):
@@ -125,6 +134,21 @@ EXPERTS = {
         "head logits in": 1,
     },
 }
+# GE*E, as Qwen3-Next: a gated delta net, attention with an output gate, and twice the router, 4 experts, a
+# shared one and its gate.
+QWEN3_NEXT = {
+    "linears": 1 + 1 + 2 * (1 + 4 + 1 + 1),
+    "retired": 2 + 1 + 2,
+    "vectors": {
+        **{f"delta delta_{b} {side}": 1 for b in ("q", "k", "v", "z", "b", "a") for side in ("in", "out")},
+        "delta delta_out in": 1,
+        **{f"attention {b} {side}": 1 for b in ("q", "output_gate", "k", "v") for side in ("in", "out")},
+        **{f"mlp {b} {side}": 2 for b in ("router", "shared_gate", "shared_up") for side in ("in", "out")},
+        **{f"mlp shared_expert_gate {side}": 2 for side in ("in", "out")},
+        **{f"mlp expert_{b} {side}": 2 * 4 for b in ("gate", "up") for side in ("in", "out")},
+        "head logits in": 1,
+    },
+}
 # Two layers with attention, two with an MLP.
 HETEROGENEOUS = {
     "linears": 2 + 2,
@@ -144,6 +168,7 @@ HETEROGENEOUS = {
         ("delta", DELTA),
         ("latent hybrid", LATENT),
         ("hybrid with experts", EXPERTS),
+        ("qwen3-next", QWEN3_NEXT),
         ("heterogeneous", HETEROGENEOUS),
     ],
 )
@@ -173,6 +198,7 @@ def test_what_is_no_scale_in_a_mamba_layer_stays_as_megatron_has_it(ranks):
         ("zero-centered", "which its gated norm does not"),
         ("attention", r"layers\.1\.self_attention is a .*Other"),
         ("sparse", "has layers of kind D"),
+        ("cross-attention", r"layers\.1\.cross_attention is a .*Linear, where .* on no cross-attention only"),
     ],
 )
 def test_what_cannot_be_converted_is_left_as_it_was(ranks, case, message):
@@ -224,6 +250,18 @@ def test_twenty_iterations_of_the_training_loop(hybrid, layout):
     np.testing.assert_allclose(run["grad_norms"], serial["grad_norms"], rtol=1e-5)
     assert run["audit"]["linears_converted"] == 2 + 1 + 2 + 2
     assert run["audit"]["vectors"] == serial["audit"]["vectors"]
+
+
+def test_explain_says_what_the_run_finds(ranks, hybrid):
+    """The audit of the run to the last entry, from its launch line."""
+    argv = tiny_gpt("hybrid", "--scalevec-strategy", "unified", *LAYOUTS_OF_RUNS["pp2"][1])
+    argv += ["--train-iters", "20", "--hybrid-layer-pattern", PATTERNS["pp2"]]
+    spec = ["--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+    [found] = ranks.run("explain_line", arguments=["pretrain_hybrid.py", *argv, *spec], of=2)
+    assert found["error"] is None and found["problems"] == []
+    assert found["whole_model"] == hybrid("pp2")["audit"]
+    assert found["place"]["layers"] == "1-3"
+    assert any("-> megatron_scalevec.cpu.hybrid_stack stack" in note for note in found["notes"])
 
 
 def test_resume_at_another_layout(hybrid):

@@ -93,7 +93,8 @@ class Guarded:
             return {name: entry for name, entry in result.items() if name not in added}
         execution = self.scalevec_loads_execution or execution_of(self)
         foreign = foreign_weights(self, execution).items()
-        for name, group in ((part, group) for weight, group in foreign for part in parts_of_joined(weight)):
+        stored = [(part, group) for name, group in foreign for part in parts_of_joined(name)]
+        for name, group in stored:
             entry = result[prefix + name]
             for number, guard in enumerate(guards_for(entry, group)):
                 result[f"{prefix}{GUARD}.{name}" + (f".{number}" if number else "")] = guard

@@ -200,7 +200,7 @@ class FoldedLinear(common.Folded):
     ) -> None:
         if not (in_branches or out_branches):
             return
-        own = () if cls.parallel == "replicated" else (cls.group_of(linear),)
+        own = None if cls.parallel == "replicated" else cls.group_of(linear)
         shared = tuple(in_branches) == (SHARED,)
         for weight_name, suffix in cls.weights_of(linear).items():
             weight = getattr(linear, weight_name)
@@ -216,8 +216,9 @@ class FoldedLinear(common.Folded):
                 inner=[name("in", SHARED if shared else branch, in_branches) for branch in row_map.branches],
                 outer=[name("out", branch, out_branches) for branch in row_map.branches],
                 weight_name=weight_name,
-                first_column=own[0].rank() * weight.shape[1] if cls.parallel == "row" else 0,
-                groups=(*own, *groups),
+                first_column=own.rank() * weight.shape[1] if cls.parallel == "row" else 0,
+                tp_group=own,
+                more_groups=groups,
                 vectors_of=lender,
             )
 

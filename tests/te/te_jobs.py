@@ -29,6 +29,23 @@ def compare_with_reference(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     )
 
 
+def expert_gradients(**given: Any) -> dict[str, Any]:
+    """As the job of that name, on TransformerEngine's layers, with the optimizer of a machine without it."""
+    from megatron.core import optimizer, utils
+    from megatron.core.optimizer import clip_grads
+
+    clip_grads.multi_tensor_applier = utils.local_multi_tensor_applier
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    return jobs.expert_gradients(**{**given, "overrides": {**given["overrides"], "implementation": TE}})
+
+
+def expert_audit(overrides: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]:
+    """As the job of that name, on TransformerEngine's grouped experts."""
+    own = {"implementation": TE, "moe_grouped_gemm": True}
+    return jobs.expert_audit(**given, overrides={**own, **(overrides or {})})
+
+
 def round_trips(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As the job of that name, on TransformerEngine's layers."""
     return jobs.round_trips(
@@ -489,3 +506,11 @@ def _leaves(node: Any):
         return
     for item in node:
         yield from _leaves(item)
+
+
+def compare_executions(cases: list[dict[str, Any]], **given: Any) -> list[dict[str, Any]]:
+    """As the job of that name, on TransformerEngine's layers."""
+    kernels.replace_optimizers()
+    return jobs.compare_executions(
+        [{**case, "model": {"implementation": TE, **case.get("model", {})}} for case in cases], **given
+    )
