@@ -295,7 +295,7 @@ def test_a_shared_scale_stays_where_several_maps_take_it(ranks):
 def test_a_trained_stock_model_is_taken_over(ranks, model):
     """γ of one norm goes to all maps that it feeds, or stays there for all of them."""
     configs = [{"strategy": strategy} for strategy in ("hg", "or", "iwd", "unified-foldable")]
-    [differences] = ranks.run("start_from_stock", configs=configs, experts=model)
+    [differences] = ranks.run("start_from_stock", configs=configs, kind=model)
     assert max(differences) < 1e-6, list(zip(configs, differences))
 
 

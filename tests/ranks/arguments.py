@@ -74,6 +74,16 @@ _MODELS = {
         --group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear
         --position-embedding-type rope --untie-embeddings-and-output-weights""".split(),
 }
+# As Qwen3-Next: gated delta nets, attention behind every few of them, and in between experts with a
+# shared one; and a Mamba layer, for their way through a checkpoint.
+_MODELS["qwen3-next"] = [
+    *_MODELS["hybrid"],
+    *"""--hybrid-layer-pattern GE*EM --seq-length 16 --max-position-embeddings 16
+        --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2
+        --moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate
+        --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
+        --moe-token-dispatcher-type alltoall --moe-router-dtype fp32""".split(),
+]
 
 LAYOUTS = {
     "serial": (1, []),

@@ -69,6 +69,56 @@ def round_trips(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]
     )
 
 
+def joined_and_apart(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Save latent attention with one down-projection, load it into a model with two.
+
+    Returns:
+        Digests of both models' parameters by checkpoint key, the joined weight cut into its halves.
+    """
+    from ranks.initial import fill_by_name
+    from ranks.jobs import storing
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    found = []
+    for joined in (True, False):
+        overrides = {"implementation": TE, "mla_down_proj_fusion": joined}
+        model, strategy = storing._build("mla", {"strategy": "unified"}, "float32", overrides)
+        fill_by_name(model, 0, 1) if joined else torch.nn.init.zeros_(next(model.parameters()))
+        storing.save(model, folder, strategy) if joined else storing.load(model, folder)
+        found.append(
+            {
+                entry.key: float(entry.data.double().sum())
+                for entry in model.sharded_state_dict().values()
+                if getattr(entry, "data", None) is not None and "down_proj" in entry.key
+            }
+        )
+    return tuple(found)
+
+
+def fold_joined(folder: str) -> float:
+    """Fold a model whose one down-projection has one input scale; the difference of the products."""
+    from ranks.initial import fill_by_name
+    from ranks.jobs import storing
+    from ranks.models import initialize_parallel
+
+    from megatron_scalevec.checkpoint.commands import fold_checkpoint
+    from megatron_scalevec.checkpoint.store import CheckpointReader
+    from megatron_scalevec.checkpoint.verify import compare_products
+
+    initialize_parallel()
+    overrides = {"implementation": TE, "mla_down_proj_fusion": True}
+    model, strategy = storing._build("mla", {"strategy": "or"}, "float32", overrides)
+    fill_by_name(model, 0, 1)
+    storing.save(model, f"{folder}/saved", strategy)
+    before = storing._logits(model)
+    fold_checkpoint(f"{folder}/saved", f"{folder}/out", check=False)
+    stock, _ = storing._build("mla", None, "float32", overrides)
+    storing.load(stock, f"{folder}/out")
+    paths = (CheckpointReader(f"{folder}/{name}") for name in ("saved", "out"))
+    return max(storing._difference(storing._logits(stock), before), compare_products(*paths))
+
+
 def gradients(sabotage: str | None = None, **given: Any) -> dict[str, Any]:
     """As the job of that name, on TransformerEngine's layers.
 
@@ -468,3 +518,11 @@ def _leaves(node: Any):
         return
     for item in node:
         yield from _leaves(item)
+
+
+def compare_executions(cases: list[dict[str, Any]], **given: Any) -> list[dict[str, Any]]:
+    """As the job of that name, on TransformerEngine's layers."""
+    kernels.replace_optimizers()
+    return jobs.compare_executions(
+        [{**case, "model": {"implementation": TE, **case.get("model", {})}} for case in cases], **given
+    )
