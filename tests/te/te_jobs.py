@@ -31,29 +31,8 @@ def compare_with_reference(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def expert_gradients(**given: Any) -> dict[str, Any]:
     """As the job of that name, on TransformerEngine's layers."""
-    _optimize_without_kernels()
+    kernels.replace_optimizers()
     return jobs.expert_gradients(**{**given, "overrides": {**given["overrides"], "implementation": TE}})
-
-
-def compare_executions(cases: list[dict[str, Any]], **given: Any) -> list[dict[str, Any]]:
-    """As the job of that name, on TransformerEngine's layers."""
-    _optimize_without_kernels()
-    own = [{**case, "model": {**case.get("model", {}), "implementation": TE}} for case in cases]
-    return jobs.compare_executions(own, **given)
-
-
-def _optimize_without_kernels() -> None:
-    """Give Megatron the optimizer that it has on a machine without TransformerEngine, for good."""
-    from megatron.core import optimizer, utils
-    from megatron.core.optimizer import clip_grads
-    from megatron.core.optimizer import optimizer as optimizers
-
-    for module in (clip_grads, optimizers):
-        module.multi_tensor_applier = utils.local_multi_tensor_applier
-        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
-    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
-    clip_grads.multi_tensor_scale_tensor_impl = None
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
 
 
 def expert_audit(overrides: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]:
