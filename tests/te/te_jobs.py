@@ -30,13 +30,8 @@ def compare_with_reference(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def expert_gradients(**given: Any) -> dict[str, Any]:
-    """As the job of that name, on TransformerEngine's layers, with the optimizer of a machine without it."""
-    from megatron.core import optimizer, utils
-    from megatron.core.optimizer import clip_grads
-
-    clip_grads.multi_tensor_applier = utils.local_multi_tensor_applier
-    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    """As the job of that name, on TransformerEngine's layers."""
+    kernels.replace_optimizers()
     return jobs.expert_gradients(**{**given, "overrides": {**given["overrides"], "implementation": TE}})
 
 
