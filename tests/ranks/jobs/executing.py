@@ -114,7 +114,7 @@ def _build(
     sequence_parallel: bool,
     sizes: dict[str, int],
     *,
-    config: dict[str, Any],
+    config: dict[str, Any] | None,
     kind: str = "llama",
     precision: str = "exact",
     distributed: bool = True,
@@ -123,7 +123,7 @@ def _build(
     ddp: dict[str, Any] | None = None,
     optimizer: str = "adam",
 ):
-    """(model, the same wrapped for data parallelism, optimizer)"""
+    """(model, the same wrapped for data parallelism, optimizer); stock where ``config`` is None."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import (
@@ -139,7 +139,7 @@ def _build(
 
     dtype = torch.float32 if precision == "exact" else torch.bfloat16
     tp = parallel_state.get_tensor_model_parallel_rank(), sizes.get("tensor_model_parallel_size", 1)
-    strategy = ScaleVecConfig(**config, execution=mode)
+    strategy = ScaleVecConfig() if config is None else ScaleVecConfig(**config, execution=mode)
     gpt = build_gpt(kind, dtype, sequence_parallel=sequence_parallel, **sizes, **(model or {}))
     apply_scale_vectors(gpt, strategy)
     fill_by_name(gpt, *tp)
@@ -392,11 +392,16 @@ def _live_is_folded(engine) -> bool:
     return True
 
 
-def train_unrounded(argv: list[str]) -> dict[str, Any]:
-    """A whole bf16 run in which nothing is rounded: live weights and masters are float32, both exist."""
+def train_unrounded(argv: list[str], by_name: bool = True) -> dict[str, Any]:
+    """A whole bf16 run in which nothing is rounded: live weights and masters are float32, both exist.
+
+    Arguments and result are those of ``train``.
+    """
     from ranks.jobs.training import train
 
     masters = _separate_masters()
+    # Made when it is first needed, to read a checkpoint, and by then bfloat16 is another.
+    torch.storage._dtype_to_storage_type_map(), torch.storage._storage_type_to_dtype_map()
     torch.bfloat16 = torch.float32
     torch.Tensor.bfloat16 = torch.nn.Module.bfloat16 = lambda self: self
 
@@ -410,4 +415,4 @@ def train_unrounded(argv: list[str]) -> dict[str, Any]:
             return original(*args, **kwargs)
 
     optimizer.get_megatron_optimizer = training.get_megatron_optimizer = get_megatron_optimizer
-    return train(argv)
+    return train(argv, by_name=by_name)
