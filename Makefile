@@ -26,7 +26,7 @@ export SCALEVEC_PYTHON := $(PYTHON)
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: venv
 venv: ## .venv: torch 2.14.1, megatron-core 0.19.2 with megatron.training, this package
@@ -98,6 +98,10 @@ lint-shell: venv ## shellcheck on the examples and scripts (installs it into .sh
 format: venv ## put right what ruff can
 	.venv/bin/ruff check --fix-only .
 	.venv/bin/ruff format .
+
+.PHONY: performance-doc
+performance-doc: venv ## write docs/performance.md anew from the cost formulas
+	.venv/bin/python scripts/performance_doc.py
 
 .PHONY: clean
 clean: ## remove the environments of this checkout and what builds and tests left

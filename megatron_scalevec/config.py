@@ -69,13 +69,15 @@ SITES = {
     "attention": "the pre-attention norm and the maps q, k, v that it feeds, or the down-projections of "
     "latent attention",
     "latent": "the norms on the compressed latents of latent attention, and the up-projections",
-    "mlp": "the pre-MLP norm and the maps gate, up that it feeds; with experts also the router",
+    "mlp": "the pre-MLP norm and the maps gate, up that it feeds; with experts also the router, and the "
+    "projection to their latents",
     "mamba": "the norm before a Mamba layer's in-projection, and the gated norm before its out-projection",
     "delta": "the norm before a gated delta net's in-projection, and the norm over heads before its "
     "out-projection",
     "mtp": "the norms of the multi-token-prediction block itself",
     "head": "the final norm, which feeds the output head",
-    "projections": "the maps o and down (of experts as well), which no norm feeds; only when named",
+    "projections": "the maps o and down (of experts as well, and all of experts on latents), which no norm "
+    "feeds; only when named",
 }
 DEFAULT_SITES = ("attention", "latent", "mlp", "mamba", "delta", "mtp", "head")
 BRANCH_NAMES = {
@@ -90,10 +92,12 @@ BRANCH_NAMES = {
         "shared_gate",
         "shared_up",
         "shared_expert_gate",
+        "latent_down",
     ),
     "mamba": ("z", "x", "B", "C", "dt", "out"),
     "delta": ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a"),
-    "projections": ("o", "down", "expert_down", "shared_down"),
+    # Experts on latent tokens: gate and up are fed by the latent projection, not by the norm.
+    "projections": ("o", "down", "expert_gate", "expert_up", "expert_down", "latent_up", "shared_down"),
 }
 V_NORM_CLASSES = {
     "input": "as an Input-Norm: attention mixes v linearly and the o map can absorb it",
@@ -347,7 +351,7 @@ class ScaleVecConfig:
 
     def _resolve_branches_off(self) -> tuple[str, ...]:
         names = _names(self.branches_off or ())
-        valid = [name for group in BRANCH_NAMES.values() for name in group]
+        valid = list(dict.fromkeys(name for group in BRANCH_NAMES.values() for name in group))
         for name in names:
             choose("branch", name, valid)
         if names and self.branches == "shared":

@@ -1,4 +1,4 @@
-"""What scale vectors cost one rank: memory and memory traffic, by formulas.
+"""What scale vectors cost one rank: memory, memory traffic and arithmetic, by formulas.
 
 Plain arithmetic on sizes; nothing is measured here. Traffic is a lower bound: every tensor that an operation
 needs is read once and every result is written once, as a fused kernel does it; plain torch code moves several
@@ -12,20 +12,62 @@ distributed optimizer):
 ``optimizer``, every step
     Each rank works on its share of the weights. The fold reads W in float32 and writes the live weight:
     (4 + b) E / s. The split reads G and W and writes dW, all in float32: 12 E / s.
+
+In both, an element takes two multiplications to fold and seven operations to split: G W, a multiplication
+and an addition for each of the two sums, and two multiplications for dW. Beside a matrix product, which does
+six operations with an element for every token, that is nothing; what costs is the traffic.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-__all__ = ["H100_BYTES_PER_SECOND", "Cost", "Holding", "Schedule", "cost", "microbatches_in_flight"]
+__all__ = [
+    "FLOPS_TO_FOLD",
+    "FLOPS_TO_SPLIT",
+    "H100",
+    "H100_BYTES_PER_SECOND",
+    "H200",
+    "Cost",
+    "Device",
+    "Holding",
+    "Schedule",
+    "Shape",
+    "cost",
+    "microbatches_in_flight",
+]
 
-H100_BYTES_PER_SECOND = 3.35e12
-"""Memory bandwidth in NVIDIA's data sheet of the H100 SXM."""
 
-_INDEX_BYTES_PER_ROW = 16  # two int64: branch and place of every row
+@dataclass(frozen=True)
+class Device:
+    """A GPU by its data sheet: bytes per second of its memory, dense bf16 operations per second, bytes."""
+
+    name: str
+    bytes_per_second: float
+    flops_per_second: float
+    memory: float
+
+
+H100 = Device("H100", 3.35e12, 989.4e12, 80e9)
+"""NVIDIA's data sheet of the H100 SXM."""
+
+H200 = Device("H200", 4.8e12, 989.4e12, 141e9)
+"""NVIDIA's data sheet of the H200 SXM."""
+
+H100_BYTES_PER_SECOND = H100.bytes_per_second
+
+FLOPS_TO_FOLD = 2
+"""Per element."""
+
+FLOPS_TO_SPLIT = 7
+"""Per element."""
+
+_INDEX_BYTES_PER_ROW = 16  # autograd: two int64, branch and place of every row
+_BYTES_PER_BLOCK, _ROWS_PER_BLOCK = 40, 32  # the optimizer's kernels: five int64 per block of rows
 _FLOAT32 = 4
 _MOMENTS = 2 * _FLOAT32  # Adam's
+# The optimizer's mode keeps of each vector its stored parts and γ, and the gradients of both, in float32.
+_TABLES = 4 * _FLOAT32
 
 
 @dataclass(frozen=True)
@@ -72,18 +114,30 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one rank. ``seconds`` is the traffic of a step at a given bandwidth."""
+    """Bytes of one rank, and arithmetic. ``seconds`` is the traffic of a step at a given bandwidth."""
 
     parameters_and_state: float
-    index_maps: int
+    index_maps: float
     folded_weights: float
     fold_per_step: float
     split_per_step: float
+    flops_per_step: float
+    tables: float
     seconds: float
 
     @property
     def memory(self) -> float:
-        return self.parameters_and_state + self.index_maps + self.folded_weights
+        """All that is added."""
+        return self.parameters_and_state + self.beside_the_vectors
+
+    @property
+    def beside_the_vectors(self) -> float:
+        """Of it, what is neither the vectors themselves nor their gradients and optimizer state."""
+        return self.index_maps + self.folded_weights + self.tables
+
+    def __add__(self, other: Cost) -> Cost:
+        """Of two sets of weights on one rank, such as experts, whose state is shared by fewer ranks."""
+        return Cost(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
 def cost(
@@ -110,10 +164,14 @@ def cost(
         split = 3 * size * holding.weights * schedule.microbatches
         # The product keeps W_eff for its backward pass; recomputed layers keep nothing for longer.
         folded = 0 if schedule.full_recompute else size * holding.weights * schedule.in_flight
+        flops = schedule.microbatches * (forward_passes * FLOPS_TO_FOLD + FLOPS_TO_SPLIT) * holding.weights
+        maps, tables = _INDEX_BYTES_PER_ROW * holding.rows, 0
     elif execution == "optimizer":
         fold = (_FLOAT32 + size) * holding.weights / shards
         split = 3 * _FLOAT32 * holding.weights / shards
         folded = 0
+        flops = (FLOPS_TO_FOLD + FLOPS_TO_SPLIT) * holding.weights / shards
+        maps, tables = _BYTES_PER_BLOCK * holding.rows / _ROWS_PER_BLOCK, _TABLES * holding.vectors
     else:
         raise ValueError(f"no execution mode {execution!r}")
 
@@ -125,10 +183,12 @@ def cost(
     freed = holding.retired * state(size)
     return Cost(
         parameters_and_state=held - freed,
-        index_maps=_INDEX_BYTES_PER_ROW * holding.rows,
+        index_maps=maps,
         folded_weights=folded,
         fold_per_step=fold,
         split_per_step=split,
+        flops_per_step=flops,
+        tables=tables,
         seconds=(fold + split) / bytes_per_second,
     )
 
@@ -155,3 +215,71 @@ def microbatches_in_flight(microbatches: int, stage: int, stages: int, chunks: i
         return float(min(microbatches, stages - stage))
     warm_up = 2 * (stages - stage - 1) + (chunks - 1) * stages
     return min(microbatches * chunks, warm_up + 1) / chunks
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT with RMSNorm, gated MLPs and untied embeddings, as far as costs go.
+
+    Attributes:
+        layers: Of the model.
+        hidden: Channels between layers.
+        heads, groups: Of queries, and of keys and values.
+        head_dim: Channels of a head.
+        ffn: Of the MLP, or of one expert.
+        vocabulary: Rows of the output layer.
+        sequence: Tokens of one sample.
+        experts: In place of the MLP; 0 for a dense model.
+        chosen: Experts per token.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int
+    vocabulary: int
+    sequence: int
+    experts: int = 0
+    chosen: int = 0
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the fused weight of one layer."""
+        return (self.heads + 2 * self.groups) * self.head_dim
+
+    def flops_per_token(self) -> float:
+        """Of forward and backward pass: six per weight that a token meets, and attention to the half of the
+        other tokens that come before it."""
+        mlp = 3 * self.hidden * self.ffn * max(1, self.chosen) + self.hidden * self.experts
+        layer = self.hidden * self.qkv_rows + self.hidden * self.heads * self.head_dim + mlp
+        attention = 6 * self.layers * self.heads * self.head_dim * self.sequence
+        return 6.0 * (self.layers * layer + self.hidden * self.vocabulary) + attention
+
+    def unified(self, layers: int, tensor: int, expert: int = 1) -> tuple[Holding, Holding]:
+        """What a rank holds under strategy ``unified`` in bf16: outside of routed experts, and in them.
+
+        Args:
+            layers: On the rank; those without embedding and final norm.
+            tensor: Ranks that share a weight (of experts: none, each is whole on its rank).
+            expert: Ranks that share the experts of a layer.
+        """
+        # A vector is a scalar and its channels; per layer q, k and v in, and their norms' three scales.
+        own = 3 * (self.hidden + 1) + 3 * (self.head_dim + 1)
+        rows = self.qkv_rows // tensor
+        # Of one MLP, dense or expert: gate and up, in and out.
+        of_mlp = 2 * (self.hidden + 1) + 2 * (self.ffn + 1)
+        mlps = layers * self.experts // expert
+        if self.experts:
+            # The router's weight is whole on every rank and has both vectors.
+            rows += self.experts
+            own += self.hidden + 1 + self.experts + 1
+        else:
+            rows += 2 * self.ffn // tensor
+            own += of_mlp
+        dense = Holding(
+            layers * rows * self.hidden, layers * rows, 2, layers * own, 2, layers * 2 * self.hidden
+        )
+        in_experts = mlps * 2 * self.ffn
+        return dense, Holding(in_experts * self.hidden, in_experts, 2, mlps * of_mlp, 2, 0)

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 __all__ = [
     "RowMap",
+    "alternating_fc1_row_map",
     "fc1_row_map",
     "fold_weight",
     "interleaved_row_map",
@@ -73,8 +74,8 @@ def interleaved_row_map(groups: int, blocks: dict[str, int], *, tp_rank: int, tp
         blocks: Branch to its rows in one group, in their order.
     """
     sizes = tuple(size * groups for size in blocks.values())
-    group = [index for index, rows in enumerate(blocks.values()) for _ in range(rows)]
-    branch = torch.tensor(group, device="cpu").repeat(groups)
+    group = [torch.full((rows,), index, device="cpu") for index, rows in enumerate(blocks.values())]
+    branch = torch.cat(group).repeat(groups)
     slot = torch.empty_like(branch)
     start = 0
     for i, size in enumerate(sizes):
@@ -122,6 +123,12 @@ def fc1_row_map(*, ffn_hidden_size: int, gated: bool, tp_rank: int, tp_size: int
             for branch in (("gate", "up") if gated else ("up",))
         ]
     )
+
+
+def alternating_fc1_row_map(*, ffn_hidden_size: int, block: int, tp_rank: int, tp_size: int) -> RowMap:
+    """Rows of a gated ``linear_fc1.weight`` in which ``block`` gate rows and ``block`` up rows take turns."""
+    turns = {"gate": block, "up": block}
+    return interleaved_row_map(ffn_hidden_size // block, turns, tp_rank=tp_rank, tp_size=tp_size)
 
 
 def _cut(

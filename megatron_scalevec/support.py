@@ -147,21 +147,34 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "experts-single-weight",
         _experts_with("moe_single_grouped_weight", "moe_single_grouped_bias"),
-        "--moe-single-grouped-weight keeps the weights of all experts in one tensor, which does not carry "
-        "scale vectors yet",
+        "Megatron trains the single grouped weight of --moe-single-grouped-weight only with MXFP8 (0.18) or "
+        "TransformerEngine's op fuser (0.19), and neither takes folded weights",
         "drop --moe-single-grouped-weight and --moe-single-grouped-bias",
     ),
     Refusal(
-        "experts-interleaved",
-        _experts_with("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),
-        "gate and up rows that take turns (--moe-mlp-glu-interleave-size) are no layout this version knows",
-        "drop that flag",
+        "experts-interleaved-over-ranks",
+        lambda args, _: (
+            _has_experts(args)
+            and bool(getattr(args, "moe_mlp_glu_interleave_size", None))
+            and _expert_tensor_parallel(args) > 1
+        ),
+        "with gate and up rows that take turns (--moe-mlp-glu-interleave-size) on several expert-tensor-"
+        "parallel ranks, Megatron saves halves of each rank's rows as gate and up, so that another layout "
+        "would load other rows than the scale vectors are for",
+        "add --expert-tensor-parallel-size 1, or drop that flag",
     ),
     Refusal(
-        "experts-latent",
-        _experts_with("moe_latent_size"),
-        "experts behind a latent projection (--moe-latent-size) do not carry scale vectors yet",
-        "drop that flag",
+        "experts-latent-shared",
+        lambda args, config: (
+            _has_experts(args)
+            and bool(getattr(args, "moe_latent_size", None))
+            and config.experts == "shared"
+            and "projections" not in config.sites
+        ),
+        "--scalevec-experts shared has no effect on experts behind a latent projection (--moe-latent-size): "
+        "the norm feeds the projection, and routed experts have vectors only among --scalevec-sites "
+        "projections",
+        "drop --scalevec-experts, or name projections",
     ),
     Refusal(
         "experts-fused-shared",

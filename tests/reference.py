@@ -207,7 +207,7 @@ def mlp(x, gate, up, down, gated):
     return down(F.silu(gate(x)) * up(x)) if gated else down(F.gelu(up(x)))
 
 
-def mixture(x, router, experts, shared, shared_gate, bias, gated, routing):
+def mixture(x, router, experts, shared, shared_gate, bias, latent, gated, routing):
     """Mixture of experts of [sequence, hidden], token by token, no token dropped.
 
     Args:
@@ -217,12 +217,15 @@ def mixture(x, router, experts, shared, shared_gate, bias, gated, routing):
         shared: The same for the shared expert, None where there is none.
         shared_gate: Branch to one number, whose sigmoid multiplies the shared expert's output, or None.
         bias: [experts] added to the scores for the choice, or None.
+        latent: Branches from tokens to what the routed experts see of them, and from the sum of what those
+            make of it back; None where they see the tokens.
         gated: SwiGLU.
         routing: Kind of scores.
     """
     logits = router(x)
+    down, up = latent or (None, None)
     rows = []
-    for token, logit in zip(x, logits):
+    for token, logit in zip(x if down is None else down(x), logits):
         if routing.score == "sigmoid":
             score = torch.sigmoid(logit)
             choice = (score if bias is None else score + bias).topk(routing.chosen).indices
@@ -237,6 +240,8 @@ def mixture(x, router, experts, shared, shared_gate, bias, gated, routing):
         ]
         rows.append(sum(routing.factor * weight * output for weight, output in zip(weights, outputs)))
     y = torch.stack(rows)
+    if up is not None:
+        y = up(y)
     if shared is not None:
         always = mlp(x, shared.get("gate"), shared["up"], shared["down"], gated)
         y = y + (always if shared_gate is None else always * torch.sigmoid(shared_gate(x)))
@@ -271,7 +276,7 @@ def gpt_logits(tokens, params, config):
             )
         normalized = layer["mlp_norm"](x)
         if "router" in layer:
-            names = ("router", "experts", "shared", "shared_gate", "bias")
+            names = ("router", "experts", "shared", "shared_gate", "bias", "latent")
             x = x + mixture(normalized, *map(layer.get, names), config.gated, config.routing)
         else:
             x = x + mlp(normalized, layer.get("gate"), layer["up"], layer["down"], config.gated)

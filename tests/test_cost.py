@@ -1,11 +1,8 @@
 """The cost formulas, against numbers derived by hand."""
 
-from pathlib import Path
-
 import pytest
 
-from megatron_scalevec.cost import Holding, Schedule, cost, microbatches_in_flight
-from megatron_scalevec.explain.display import in_bytes
+from megatron_scalevec.cost import Holding, Schedule, Shape, cost, microbatches_in_flight
 
 # One layer of hidden size 4096, q/k/v of 6144 rows and gate/up of 28672, in bf16; unified's input scales on
 # five branches (20,480 elements), two retired norm scales.
@@ -24,7 +21,11 @@ def test_autograd_per_microbatch():
     # bf16 parameter 2, gradient 4, master weight 4, two moments 8; a retired scale keeps its parameter.
     assert found.parameters_and_state == 20480 * 18 - 8192 * 16 == 237_568
     assert found.index_maps == 557_056
+    assert found.tables == 0
+    assert found.beside_the_vectors == 557_056 + 1_140_850_688
     assert found.memory == 237_568 + 557_056 + 1_140_850_688
+    # Two to fold, seven to split.
+    assert found.flops_per_step == 8 * 9 * 142_606_336
 
 
 def test_recomputed_layers_fold_twice_and_keep_nothing():
@@ -43,8 +44,31 @@ def test_in_the_optimizer_per_step_and_shard():
     assert found.split_per_step == 8_912_896 * 12 == 106_954_752
     assert found.seconds == pytest.approx(4.789e-5, rel=1e-3)
     assert found.folded_weights == 0
+    assert found.flops_per_step == 9 * 8_912_896
+    # Stored parts, γ, and the gradients of both in float32; five int64 for 32 rows.
+    assert found.beside_the_vectors == 16 * 20480 + 34816 / 32 * 40
     assert found.parameters_and_state == 20480 * (2 + 4 + 12 / 16) - 8192 * (4 + 12 / 16) == 99_328
     assert found == cost(LAYER, Schedule(microbatches=1, in_flight=1, state_shards=16), "optimizer")
+
+
+def test_costs_of_two_sets_of_weights_add_up():
+    one, two = (cost(LAYER, Schedule(2, 1, state_shards=s), "optimizer") for s in (2, 8))
+    both = one + two
+    assert both.fold_per_step == one.fold_per_step + two.fold_per_step
+    assert both.memory == one.memory + two.memory
+
+
+def test_a_shape_by_hand():
+    """Two layers of eight channels; one of four experts of twelve channels per token."""
+    shape = Shape(2, 8, 2, 1, 4, 12, 32, 16, experts=4, chosen=1)
+    assert shape.qkv_rows == 16
+    matrices = 2 * (8 * 16 + 8 * 8 + 3 * 8 * 12 + 8 * 4) + 8 * 32
+    assert shape.flops_per_token() == 6 * matrices + 6 * 2 * 8 * 16
+    dense, experts = shape.unified(layers=2, tensor=2, expert=2)
+    # Half of q/k/v and the whole router; per layer three times 9, three norms of 5, router 9 and 5.
+    assert dense == Holding(2 * (8 + 4) * 8, 2 * 12, 2, 2 * (27 + 15 + 14), 2, 2 * 16)
+    # Two experts in each layer: gate and up, 24 rows; vectors twice 9 and twice 13.
+    assert experts == Holding(4 * 24 * 8, 4 * 24, 2, 4 * (18 + 26), 2, 0)
 
 
 def test_float32_has_no_second_copy():
@@ -75,34 +99,3 @@ def test_unknown_mode():
 )
 def test_microbatches_in_flight(microbatches, stage, stages, chunks, expected):
     assert microbatches_in_flight(microbatches, stage, stages, chunks) == expected
-
-
-# Layers, hidden size, rows of q/k/v, width of the MLP; tensor- and pipeline-parallel sizes and chunks;
-# microbatches per step, ranks that share the optimizer's state. As in examples/megatron.
-RECIPES = {
-    "paper 1B, 8 ranks, 8": (22, 1792, 3 * 1792, 4778, 1, 1, 1, 8, 8),
-    "Llama-3 8B, TP2, 8 ranks, 128": (32, 4096, 6144, 14336, 2, 1, 1, 128, 4),
-    "Llama-3 70B, TP8 PP4 CP2, 128 ranks, 512": (80, 8192, 10240, 28672, 8, 4, 4, 512, 4),
-}
-
-
-def test_the_table_of_the_documentation():
-    """First stage, unified, bf16, distributed optimizer."""
-    text = (Path(__file__).resolve().parent.parent / "docs/running-at-scale.md").read_text(encoding="utf-8")
-    rows = text.split("<!-- cost-table -->")[1].split("\n\n")[0].strip().splitlines()[2:]
-    expected = []
-    for name, (layers, hidden, qkv, ffn, tensor, stages, chunks, microbatches, shards) in RECIPES.items():
-        here = layers // stages
-        added = here * (5 * (hidden + 1) + 2 * (ffn + 1) + 3 * (128 + 1))
-        linears = here * (qkv + 2 * ffn) // tensor
-        holding = Holding(linears * hidden, linears, 2, added, 2, here * 2 * hidden)
-        schedule = Schedule(
-            microbatches, microbatches_in_flight(microbatches, 0, stages, chunks), state_shards=shards
-        )
-        for mode, label in (("autograd", "`autograd`"), ("optimizer", "in the optimizer")):
-            found = cost(holding, schedule, mode)
-            sizes = map(in_bytes, (found.fold_per_step, found.split_per_step, found.memory))
-            fold, split, memory = sizes
-            time = f"{1000 * found.seconds:.2f} ms"
-            expected.append(f"| {name} | {label} | {fold} | {split} | {time} | {memory} |")
-    assert rows == expected

@@ -21,6 +21,7 @@ from megatron_scalevec.demo.folder import ResultFolder, check_place
 from megatron_scalevec.demo.logs import LogReader, failure_excerpt
 from megatron_scalevec.demo.model import command, evaluation_interval
 from megatron_scalevec.demo.options import built_strategies, parse
+from megatron_scalevec.demo.process import Stopped, stopped_by_signals
 from megatron_scalevec.errors import ScaleVecError
 
 ITERATION = (
@@ -368,7 +369,7 @@ def test_interrupt_ends_the_runs_and_leaves_nothing(tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
 
     out = tmp_path / "runs" / "demo"
-    with pytest.raises(demo._Stopped), demo._stopped_by_signals(), ResultFolder(out) as folder:
+    with pytest.raises(Stopped), stopped_by_signals(), ResultFolder(out) as folder:
         runs = [_fake_run(folder.path / "logs", "long", SLEEP)]
         _train(runs, jobs=1, display=Interrupt())
     _assert_ended(runs[0])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
+
+from megatron_scalevec.explain.launch_line import launch_in_script
 
 _TRAINING = """--micro-batch-size 1 --global-batch-size 1024 --train-iters 10 --lr 1e-3 --bf16 --mock-data
     --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
@@ -13,114 +16,130 @@ _TRAINING = """--micro-batch-size 1 --global-batch-size 1024 --train-iters 10 --
     --seq-length 8192 --max-position-embeddings 8192 --padded-vocab-size 128256
     --group-query-attention --num-query-groups 8 --tensor-model-parallel-size 8 --sequence-parallel
     --use-distributed-optimizer --scalevec-strategy unified""".split()
+# 256 ranks: every tensor-parallel shard of every layer four times, or twice without context parallelism.
 DENSE_70B = """--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --ffn-hidden-size 28672
     --pipeline-model-parallel-size 8 --context-parallel-size 2""".split()
-
-
+DENSE_405B = """--num-layers 126 --hidden-size 16384 --num-attention-heads 128 --ffn-hidden-size 53248
+    --pipeline-model-parallel-size 16 --decoder-first-pipeline-num-layers 7
+    --decoder-last-pipeline-num-layers 7""".split()
 MIXTRAL_8X22B = """--num-layers 56 --hidden-size 6144 --num-attention-heads 48 --ffn-hidden-size 16384
     --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type none
     --moe-token-dispatcher-type alltoall --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4
     --expert-model-parallel-size 8 --expert-tensor-parallel-size 1""".split()
 
 
-def problems(shards: list[tuple]) -> list[str]:
-    """Where shards do not tile their tensors: (key, global shape, offset, shape, replica id) each."""
+def problems(tiles: dict[tuple, list]) -> list[str]:
+    """Where shards do not tile their tensors: (key, global shape, offset, shape, dtype) to replica ids."""
     found = []
     owners: dict[str, list] = defaultdict(list)
-    copies: dict[tuple, list] = defaultdict(list)
-    shapes: dict[str, tuple] = {}
-    for key, whole, offset, shape, replica in shards:
-        if shapes.setdefault(key, whole) != whole:
-            found.append(f"{key}: two global shapes, {shapes[key]} and {whole}")
+    times: dict[str, set] = defaultdict(set)
+    wholes: dict[str, tuple] = {}
+    for (key, whole, offset, shape, dtype), replicas in tiles.items():
+        if wholes.setdefault(key, (whole, dtype)) != (whole, dtype):
+            found.append(f"{key}: two tensors, {wholes[key]} and {whole, dtype}")
         if len(shape) != len(whole) or any(o % s or o + s > w for o, s, w in zip(offset, shape, whole)):
             found.append(f"{key}: {shape} at {offset} is no tile of {whole}")
-        copies[key, offset, shape].append(replica)
-        if not any((replica,) if isinstance(replica, int) else replica):
-            owners[key].append((offset, shape))
-    for key, whole in shapes.items():
-        tiles = owners[key]
-        if len({shape for _, shape in tiles}) != 1 or len({offset for offset, _ in tiles}) != len(tiles):
-            found.append(f"{key}: {len(tiles)} main shards are not distinct tiles of one shape")
-        elif sum(math.prod(shape) for _, shape in tiles) != math.prod(whole):
-            found.append(f"{key}: {len(tiles)} shards of {tiles[0][1]} do not make up {whole}")
-    for (key, offset, _), replicas in copies.items():
         if len(set(replicas)) != len(replicas):
             found.append(f"{key} at {offset}: two ranks claim to be the same replica")
+        times[key].add(len(replicas))
+        mains = [one for one in replicas if not any((one,) if isinstance(one, int) else one)]
+        owners[key] += [(offset, shape)] * len(mains)
+    for key, (whole, _) in wholes.items():
+        here = owners[key]
+        if len({shape for _, shape in here}) != 1 or len({offset for offset, _ in here}) != len(here):
+            found.append(f"{key}: {len(here)} main shards are not distinct tiles of one shape")
+        elif sum(math.prod(shape) for _, shape in here) != math.prod(whole):
+            found.append(f"{key}: {len(here)} shards of {here[0][1]} do not make up {whole}")
+        if len(times[key]) != 1:
+            found.append(f"{key}: some shards have {min(times[key])} replicas, others {max(times[key])}")
     return found
+
+
+def look_at(ranks, arguments, of, built):
+    """What every rank would write, and global shapes by key, after the checks that hold for any model."""
+    [found] = ranks.run(
+        "sharded_state_at_scale", timeout=480, arguments=[*map(str, arguments)], of=of, built=built
+    )
+    assert found["differing"] == []
+    assert problems(found["tiles"]) == []
+    identities = [identity for _, identity in found["groups"]]
+    assert len(identities) == len(set(identities)), found["groups"]
+    return found, {key: whole for key, whole, *_ in found["tiles"]}
+
+
+def elements(whole, keys):
+    return sum(math.prod(whole[key]) for key in keys)
 
 
 @pytest.mark.needs_training
 @pytest.mark.parametrize(
-    ("model", "stages", "layers", "more_ranks"),
+    ("model", "layers", "hidden", "ffn", "stages", "built"),
     [
-        # Context-parallel neighbours of all tensor-parallel ranks of the first stage, and another copy.
-        (DENSE_70B, 8, 80, [*range(8, 16), 16, 21]),
+        (DENSE_70B, 80, 8192, 28672, 8, [17, 110, 255]),
+        (DENSE_405B, 126, 16384, 53248, 16, [17, 110, 255]),
     ],
-    ids=["70b"],
+    ids=["70b", "405b"],
 )
-def test_dense_models_are_tiled(ranks, model, stages, layers, more_ranks):
-    [found] = ranks.run(
-        "sharded_state_at_scale",
-        timeout=480,
-        arguments=[*model, *_TRAINING],
-        of=1024,
-        more_ranks=more_ranks,
-    )
-    shards = found["shards"]
-    assert problems(shards) == []
-    hidden = int(model[model.index("--hidden-size") + 1])
-    whole = {key: shape for key, shape, *_ in shards}
-    assert whole["decoder.layers.self_attention.linear_qkv.scalevec_weight"] == (
-        layers,
-        hidden + 2 * 8 * 128,
-        hidden,
-    )
+def test_dense_models_are_tiled(ranks, model, layers, hidden, ffn, stages, built):
+    found, whole = look_at(ranks, [*model, *_TRAINING], 256, built)
+    rows = hidden + 2 * 8 * 128
+    assert whole["decoder.layers.self_attention.linear_qkv.scalevec_weight"] == (layers, rows, hidden)
     # Reparameterized: five input scales, two output scales and three head norms per layer, two parts each;
     # the norms keep a frozen weight beside them.
     per_layer = [key for key in found["vectors"] if key.startswith("decoder.layers.")]
     assert len(per_layer) == 2 * (5 + 2 + 3) + 3
     assert all(whole[key][0] == layers for key in per_layer)
     assert whole["decoder.layers.self_attention.linear_qkv.gamma_in_q_alpha"] == (layers, hidden)
-    # A rank that stays away is missed, and so is one that holds what another holds.
-    assert problems([one for one in shards if one[4] != (0, 0, 0) or one[2][0] != 17])
-    assert any("same replica" in sentence for sentence in problems([*shards, shards[-1]]))
-    identities = [identity for _, identity in found["groups"]]
-    assert len(identities) == len(set(identities)) == 2
+    # By hand: nothing of the model is missing, and there is nothing else.
+    layer = rows * hidden + hidden * hidden + 3 * hidden * ffn + 2 * hidden
+    stock = layers * layer + 2 * 128256 * hidden + hidden
+    added = layers * (5 * (hidden + 1) + 2 * (ffn + 1) + 3 * (128 + 1) + 3 * 128) + hidden + 1
+    assert elements(whole, found["vectors"]) == added
+    assert elements(whole, whole.keys() - set(found["vectors"])) == stock
+    # Every tensor-parallel rank holds vectors whole, and its own shard of a weight.
+    copies = {key: len(replicas) for (key, *_), replicas in found["tiles"].items()}
+    assert copies["decoder.layers.self_attention.linear_qkv.gamma_in_q_alpha"] == 256 // stages
+    assert copies["decoder.layers.self_attention.linear_qkv.scalevec_weight"] == 256 // stages // 8
+    assert len(found["groups"]) == 2
 
 
 @pytest.mark.needs_training
 def test_experts_are_tiled(ranks):
-    """All 64 ranks; each holds one expert of a layer, tensor-parallel neighbours different ones."""
-    [found] = ranks.run(
-        "sharded_state_at_scale",
-        timeout=480,
-        arguments=[*_TRAINING, *MIXTRAL_8X22B],
-        of=64,
-        more_ranks=[rank for rank in range(64) if rank % 16 >= 2],
-    )
-    assert problems(found["shards"]) == []
-    whole = {key: shape for key, shape, *_ in found["shards"]}
+    """Mixtral 8x22B: each rank holds one expert of a layer, tensor-parallel neighbours different ones."""
+    found, whole = look_at(ranks, [*_TRAINING, *MIXTRAL_8X22B], 64, [7, 25, 63])
     vectors = [key for key in found["vectors"] if ".experts." in key]
     assert vectors and all(whole[key][:2] == (56, 8) for key in vectors)
     assert sorted(shape[-1] for key, shape in whole.items() if key in vectors).count(6144) == 2
-    # An expert that nobody brings is missed.
-    assert problems([one for one in found["shards"] if ".experts." not in one[0] or one[2][1] != 5])
-    identities = [identity for _, identity in found["groups"]]
-    assert len(identities) == len(set(identities))
+    print({k: v for k, v in whole.items()})
+
+
+@pytest.mark.needs_training
+def test_the_deepseek_recipe_is_tiled(ranks):
+    """256 experts on 64 ranks of each of 16 stages, latent attention, and multi-token prediction."""
+    recipe = Path(__file__).resolve().parent.parent / "examples/megatron/deepseek-v3-like.sh"
+    found, whole = look_at(ranks, launch_in_script(recipe, [], {}).arguments, 1024, [5, 500, 1023])
+    print(whole, found["groups"])
+    vectors = [key for key in found["vectors"] if ".experts." in key]
+    assert vectors and all(whole[key][:2] in ((58, 256), (1, 256)) for key in vectors)
 
 
 def test_what_counts_as_a_problem():
-    a, b = ("w", (4, 2), (0, 0), (2, 2), (0, 0, 0)), ("w", (4, 2), (2, 0), (2, 2), (0, 0, 0))
-    copy = ("w", (4, 2), (0, 0), (2, 2), (0, 0, 1))
-    assert problems([a, b, copy]) == []
+    def tile(offset, shape, whole=(4, 2), dtype="bf16"):
+        return ("w", whole, offset, shape, dtype)
+
+    a, b = tile((0, 0), (2, 2)), tile((2, 0), (2, 2))
+    main, copy = (0, 0, 0), (0, 0, 1)
+    assert problems({a: [main, copy], b: [main, copy]}) == []
     for broken in (
-        [a],
-        [a, copy],
-        [a, b, copy, copy],
-        [a, a, b],
-        [a, ("w", (4, 2), (1, 0), (2, 2), (0, 0, 0))],
-        [a, b, ("w", (6, 2), (4, 0), (2, 2), (0, 0, 0))],
-        [a, ("w", (4, 2), (2, 0), (1, 2), (0, 0, 0)), ("w", (4, 2), (3, 0), (1, 2), (0, 0, 0))],
-        [("w", (4, 2), (0, 0), (4, 2), (0, 1, 0))],
+        {a: [main]},
+        {a: [main, copy], b: [copy]},
+        {a: [main, copy], b: [main]},
+        {a: [main, copy, copy], b: [main, copy, (0, 0, 2)]},
+        {a: [main, main], b: [main, copy]},
+        {a: [main], tile((1, 0), (2, 2)): [main]},
+        {a: [main], b: [main], tile((4, 0), (2, 2), whole=(6, 2)): [main]},
+        {a: [main], tile((2, 0), (2, 2), dtype="fp32"): [main]},
+        {a: [main], tile((2, 0), (1, 2)): [main], tile((3, 0), (1, 2)): [main]},
+        {tile((0, 0), (4, 2)): [(0, 1, 0)]},
     ):
         assert problems(broken), broken

@@ -83,7 +83,7 @@ class Setting(OptimizerConfigOverrideProvider):
 
 
 class LayerSpec:
-    """A model configuration's ``transformer_layer_spec`` that brings scale vectors.
+    """A model configuration's ``transformer_layer_spec`` (``hybrid_stack_spec``) that brings scale vectors.
 
     It is put there when the run's configuration is validated, and stays in ``run_config.yaml``, so that
     whoever loads the checkpoint's model gets the vectors too.
@@ -115,9 +115,15 @@ class LayerSpec:
 
         base = self.base
         if not isinstance(base, ModuleSpec) and callable(base):
-            takes_stage = "vp_stage" in inspect.signature(base).parameters
-            base = base(config, vp_stage=vp_stage) if takes_stage else base(config)
-        return base if self.after_weights else scalevec_layer_spec(base, self.config)
+            takes = inspect.signature(base).parameters
+            if "vp_stage" in takes:
+                base = base(config, vp_stage=vp_stage)
+            else:
+                base = base(config) if takes else base()
+        # Hybrid models are converted by their configuration: see hooks.
+        if self.after_weights or hasattr(config, "hybrid_stack_spec"):
+            return base
+        return scalevec_layer_spec(base, self.config)
 
     def to_cfg_dict(self) -> dict[str, Any]:
         """Bridge's form of this object in ``run_config.yaml``."""

@@ -164,7 +164,7 @@ def rank_record(
         for module in root.modules():
             if isinstance(module, Folded):
                 linears += sum(expert_ranks(weight) for weight in module.scaled_weights())
-        linears += len({id(fold.owner) for fold in folds_of(root)})
+        linears += sum(expert_ranks(fold.weight) for fold in folds_of(root))
         for name, param in root.named_parameters():
             if was_added(param):
                 added += unsharded_numel(param) if param.requires_grad else 0

@@ -12,9 +12,12 @@ from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.support import refuse_unsupported
 from megatron_scalevec.versions import require_bridge, require_supported_megatron
 
-__all__ = ["Fields", "asked_for", "give_spec", "settle"]
+__all__ = ["SPEC_FIELDS", "Fields", "asked_for", "give_spec", "settle", "spec_field"]
 
 AUDIT_FILE = "scalevec_audit.json"
+
+SPEC_FIELDS = ("transformer_layer_spec", "hybrid_stack_spec")
+"""Where a model configuration of Bridge keeps the spec of its layers: GPT models, and hybrid ones."""
 
 _SECTIONS = ("model", "optimizer", "ddp", "dist", "train", "checkpoint", "scheduler")
 
@@ -39,6 +42,11 @@ class Fields:
         return next((value for value in found if value), found[0])
 
 
+def spec_field(model: Any) -> str | None:
+    """The field of a model configuration that holds the spec of its layers, None where it has none."""
+    return next((field for field in SPEC_FIELDS if hasattr(model, field)), None)
+
+
 def asked_for(container: Any) -> ScaleVecConfig:
     """What a configuration asks for; ``stock`` where it says nothing.
 
@@ -48,11 +56,12 @@ def asked_for(container: Any) -> ScaleVecConfig:
     from megatron.scalevec import LayerSpec, Setting
 
     setting = container.optimizer_config_override_provider
-    spec = getattr(container.model, "transformer_layer_spec", None)
+    field = spec_field(container.model)
+    spec = getattr(container.model, field) if field else None
     config = setting.require_config() if isinstance(setting, Setting) else ScaleVecConfig()
     if isinstance(spec, LayerSpec) and spec.config != config:
         raise ScaleVecError(
-            f"model.transformer_layer_spec asks for {spec.config.describe()}, and "
+            f"model.{field} asks for {spec.config.describe()}, and "
             f"optimizer_config_override_provider for {config.describe()}: give both the same strategy, by "
             "build_config_overrides or by megatron_scalevec.bridge.apply alone."
         )
@@ -79,12 +88,13 @@ def give_spec(container: Any, setting: Any) -> None:
     """Put the strategy's layer spec around the one that the model configuration has.
 
     Args:
-        container: The configuration. Only ``model.transformer_layer_spec`` is changed.
+        container: The configuration. Only its model's spec of layers is changed.
         setting: A :class:`megatron.scalevec.Setting`.
 
     Raises:
         ScaleVecError: The megatron-core version, the kind of model or another field does not go with it.
     """
+    from megatron.bridge.models.model_provider import ModelProviderMixin
     from megatron.bridge.package_info import __version__
 
     from megatron.scalevec import LayerSpec
@@ -93,11 +103,15 @@ def give_spec(container: Any, setting: Any) -> None:
     model = container.model
     require_bridge(__version__)
     version = require_supported_megatron()
-    spec = getattr(model, "transformer_layer_spec", None)
-    if spec is None:
+    field = spec_field(model)
+    spec = getattr(model, field) if field else None
+    if spec is None and field == "hybrid_stack_spec":
+        from megatron.bridge.models.hybrid.hybrid_provider import get_default_hybrid_stack_spec as spec
+    if spec is None or not isinstance(model, ModelProviderMixin):
         raise ScaleVecError(
-            f"scale vectors were asked for, and the recipe's model is a {type(model).__name__}, which has no "
-            "transformer_layer_spec: they are built on GPT models (GPTModelProvider and its subclasses)."
+            f"scale vectors were asked for, and the recipe's model is a {type(model).__name__}: they are "
+            "built on GPTModelProvider, HybridModelProvider and their subclasses alone; leave the setting "
+            "out for this recipe."
         )
     refuse_unsupported(Fields(container), config, version)
     if config.vector_dtype == "fp32":
@@ -106,7 +120,8 @@ def give_spec(container: Any, setting: Any) -> None:
             "of a group of two dtypes; drop it."
         )
     if not isinstance(spec, LayerSpec):
-        spec = model.transformer_layer_spec = LayerSpec(settings.write(config), spec)
+        spec = LayerSpec(settings.write(config), spec)
+        setattr(model, field, spec)
     if getattr(model, "_pre_wrap_hooks", None) and not spec.after_weights:
         # They load Hugging Face weights by name, so the vectors come after them and start at the norms'
         # trained scales.

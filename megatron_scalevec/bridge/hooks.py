@@ -32,6 +32,7 @@ def install() -> None:
         return
     for target, make in (
         ("megatron.bridge.training.config:ConfigContainer.validate", _validate),
+        ("megatron.core.models.hybrid.hybrid_model:HybridModel.__init__", _hybrid_model),
         ("megatron.bridge.training.setup:setup_optimizer", _setup_optimizer),
         ("megatron.bridge.training.checkpointing:_load_base_checkpoint", _load_base_checkpoint),
         (f"{_CONVERSION}:MegatronModelBridge.stream_weights_megatron_to_hf", _stock_only("exports")),
@@ -93,6 +94,22 @@ def _validate(original):
     return validate
 
 
+def _hybrid_model(original):
+    """A hybrid model's configuration keeps its spec, so it says itself what the model is to carry."""
+
+    @functools.wraps(original)
+    def init(self, config, *args, **kwargs):
+        from megatron.scalevec import LayerSpec
+        from megatron_scalevec.convert import applied_config, apply_scale_vectors
+
+        original(self, config, *args, **kwargs)
+        spec = getattr(config, "hybrid_stack_spec", None)
+        if isinstance(spec, LayerSpec) and not spec.after_weights and applied_config(self) is None:
+            apply_scale_vectors(self, spec.config)
+
+    return init
+
+
 def _setup_optimizer(original):
     @functools.wraps(original)
     def setup_optimizer(*args, **kwargs):
@@ -136,14 +153,15 @@ def _require_same(container: Any, folder: str) -> None:
     import yaml
 
     from megatron_scalevec.bridge import settings
-    from megatron_scalevec.bridge.container import asked_for
+    from megatron_scalevec.bridge.container import SPEC_FIELDS, asked_for
 
     file = os.path.join(folder, "run_config.yaml")
     if not os.path.isfile(file):
         return
     with open(file, encoding="utf-8") as stream:
-        spec = (yaml.safe_load(stream).get("model") or {}).get("transformer_layer_spec")
-    given = spec.get("strategy") if isinstance(spec, dict) else None
+        model = yaml.safe_load(stream).get("model") or {}
+    specs = [spec for field in SPEC_FIELDS if isinstance(spec := model.get(field), dict)]
+    given = next((spec["strategy"] for spec in specs if spec.get("strategy")), None)
     was = settings.read(given) if given else ScaleVecConfig()
     config = asked_for(container)
     if was != config:

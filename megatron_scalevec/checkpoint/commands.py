@@ -155,12 +155,6 @@ _KINDS = {
     "experts behind a latent projection": ("moe_latent_size",),
     "experts in one tensor": ("moe_single_grouped_weight",),
     "experts with interleaved rows": ("moe_mlp_glu_interleave_size",),
-    "latent attention": ("multi_latent_attention",),
-    "heterogeneous layers": (
-        "heterogeneous_layers_config_path",
-        "heterogeneous_layers_config_encoded_json",
-    ),
-    "hybrid layers": ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"),
     "experimental attention": ("experimental_attention_variant",),
     "a legacy model": ("use_legacy_models",),
 }
@@ -169,7 +163,7 @@ that show them."""
 
 
 def refuse_kinds(args: argparse.Namespace) -> None:
-    """Refuse a checkpoint of which only a part would be converted.
+    """Refuse a checkpoint of which only a part would be converted, or that no run could go on from.
 
     Args:
         args: Megatron's arguments in it.
@@ -177,12 +171,31 @@ def refuse_kinds(args: argparse.Namespace) -> None:
     Raises:
         ScaleVecError: It holds a model of another kind.
     """
-    for kind, names in _KINDS.items():
-        if any(getattr(args, name, None) for name in names):
-            raise ScaleVecError(
-                f"the checkpoint holds {kind}, which cannot be folded or unfolded yet; train on with the "
-                "strategy it has, or start a new run with another one."
-            )
+    kinds = [kind for kind, names in _KINDS.items() if any(getattr(args, name, None) for name in names)]
+    for kind in (*kinds, *_hybrid_kinds(args)):
+        raise ScaleVecError(
+            f"the checkpoint holds {kind}, which cannot be folded or unfolded yet; train on with the "
+            "strategy it has, or start a new run with another one."
+        )
+
+
+def _hybrid_kinds(args: argparse.Namespace) -> Iterator[str]:
+    """What a hybrid model has that carries no scale vectors in a run."""
+    from megatron_scalevec.checkpoint.tables import hybrid_pattern
+
+    pattern = hybrid_pattern(args)
+    if pattern is None:
+        return
+    from megatron_scalevec.convert.maps import HYBRID_PARTS
+
+    layers, _, predicted = pattern.partition("/")
+    unknown = sorted(set(layers) - {*HYBRID_PARTS, "|"})
+    if unknown or not layers:
+        yield f"hybrid layers of kind {', '.join(unknown) or 'unknown'}"
+    if predicted or getattr(args, "mtp_hybrid_override_pattern", None):
+        yield "multi-token prediction in a hybrid model"
+    if "M" in layers and getattr(args, "apply_layernorm_1p", False):
+        yield "Mamba layers in a model that stores γ − 1 (--apply-layernorm-1p)"
 
 
 def _write(draft, out: str | Path, check: bool):

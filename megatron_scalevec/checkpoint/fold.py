@@ -28,6 +28,7 @@ from megatron_scalevec.checkpoint.tables import (
     Site,
     find_linears,
     find_norms,
+    hybrid_pattern,
     of_experts,
     sites_by_norm,
 )
@@ -65,11 +66,11 @@ class Folding:
         self._live_is_folded = saved_execution(draft.args) == "optimizer"
         self.dimensions = Dimensions.of(draft.args)
         self._kind = get_reparameterization(self.config.reparam or "none")
-        has_head_norms = self._look_at_head_norms()
+        linears = find_linears(draft.model_keys)
+        has_head_norms = self._look_at_head_norms({s.attention for s in linears if s.kind.has_heads})
         for key in draft.model_keys:
             if _VECTOR.search(key):
                 draft.drop(key)
-        linears = find_linears(draft.model_keys)
         for sites in sites_by_norm(linears):
             self._linears(sites)
         heads = [
@@ -89,11 +90,11 @@ class Folding:
         for key in [key for key in vars(draft.args) if key.startswith("scalevec_")]:
             delattr(draft.args, key)
 
-    def _look_at_head_norms(self) -> bool:
+    def _look_at_head_norms(self, attentions: set[str]) -> bool:
         found: dict[str, set[str]] = {}
         for key in self.draft.model_keys:
             match = _HEAD_NORM.fullmatch(key)
-            if match:
+            if match and match[1] in attentions:
                 found.setdefault(match[1], set()).add(match[2])
         for path, branches in found.items():
             if "v" in branches:
@@ -108,6 +109,13 @@ class Folding:
                 raise ScaleVecError(
                     f"{path} normalizes {' and '.join(sorted(branches))} alone, and stock Megatron "
                     "(--qk-layernorm) normalizes both q and k or neither: that norm would be lost."
+                )
+            if self.config.placement == "dual-norm" and hybrid_pattern(self.draft.args) is not None:
+                raise ScaleVecError(
+                    f"{path} normalizes q and k ({self.config.describe()}), and the attention layers of "
+                    "Megatron's hybrid models do not, whatever --qk-layernorm says: those norms would be "
+                    "lost. Train with --scalevec-placement dual to have a hybrid that folds; evaluate this "
+                    "one with the package installed."
                 )
         return bool(found)
 

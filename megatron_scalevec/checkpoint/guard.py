@@ -13,7 +13,7 @@ from megatron_scalevec.layers.linear import FoldedLinear, leaf_class
 from megatron_scalevec.layers.norm import ScaledNorm
 from megatron_scalevec.vectors import was_added
 
-__all__ = ["Guarded", "execution_of", "foreign_weights", "guard_for", "protect", "scaled_weights"]
+__all__ = ["Guarded", "execution_of", "foreign_weights", "guards_for", "protect", "scaled_weights"]
 
 
 def execution_of(model: torch.nn.Module) -> str:
@@ -93,7 +93,8 @@ class Guarded:
         execution = self.scalevec_loads_execution or execution_of(self)
         for name, group in foreign_weights(self, execution).items():
             entry = result[prefix + name]
-            result[f"{prefix}{GUARD}.{name}"] = guard_for(entry, group)
+            for number, guard in enumerate(guards_for(entry, group)):
+                result[f"{prefix}{GUARD}.{name}" + (f".{number}" if number else "")] = guard
             entry.key = raw_key(entry.key)
         return result
 
@@ -136,20 +137,26 @@ def protect(model: torch.nn.Module) -> None:
     model.__class__ = mixed_class(Guarded, type(model))
 
 
-def guard_for(entry: Any, group: Any) -> Any:
-    """A guard for the place of a weight, stacked as the weight is over layers and experts.
+def guards_for(entry: Any, group: Any) -> list[Any]:
+    """Guards for the places of a weight, stacked as the weight is over layers and experts.
 
     Args:
-        entry: The weight's; a factory where gate and up are stored apart.
-        group: Of the ranks that share the weight. All of them hold the guard, and one of them saves it.
+        entry: The weight's; a factory where gate and up, or the parts of an in-projection, are stored apart.
+        group: Of the ranks that share the weight. All of them hold the guards, and one of them saves them.
     """
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    near = entry if isinstance(entry, ShardedTensor) else next(iter(entry.build()))
+    parts = [entry] if isinstance(entry, ShardedTensor) else entry.build()
+    return [_guard(part, group) for part in {part.key: part for part in parts}.values()]
+
+
+def _guard(near: Any, group: Any) -> Any:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
     stacked = near.prepend_axis_num
     pipeline, tensor, data = near.replica_id
     return ShardedTensor.from_rank_offsets(
-        entry.key,
+        near.key,
         torch.zeros(GUARD_SHAPE, device=near.data.device if near.data is not None else None),
         *((axis, near.global_offset[axis], near.global_shape[axis]) for axis in range(stacked)),
         replica_id=(pipeline, tensor if group is None else group.rank(), data),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_scalevec.checkpoint.guard import Guarded
 from megatron_scalevec.convert import applied_config
+from megatron_scalevec.convert.hybrid import is_supported
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.folds import forget_folds, own_folds, release
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
@@ -29,13 +29,13 @@ def fold(model: torch.nn.Module) -> None:
     values (dual-norm), that norm stays, with its class; q and k norms are Megatron's.
 
     Args:
-        model: A ``GPTModel`` with scale vectors, wrapped or not, on which no optimizer works.
+        model: A ``GPTModel`` or hybrid model with scale vectors, wrapped or not, on which no optimizer works.
 
     Raises:
         ScaleVecError: It has none, or it is set up for training: an optimizer would go on with parameters
             that are gone.
     """
-    while not isinstance(model, GPTModel) and isinstance(getattr(model, "module", None), torch.nn.Module):
+    while not is_supported(model) and isinstance(getattr(model, "module", None), torch.nn.Module):
         model = model.module
     config = applied_config(model)
     if config is None or not config.active:

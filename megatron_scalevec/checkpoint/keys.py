@@ -36,24 +36,33 @@ GUARD_SHAPE = (1, 1, 1)
 
 
 def raw_key(key: str) -> str:
-    """``a.b.weight`` to ``a.b.scalevec_weight``, ``a.gate_weight`` to ``a.scalevec_gate_weight``. Keys of
-    optimizer states end in the parameter's."""
-    stem, dot, last = key.rpartition(".")
+    """``a.b.weight`` to ``a.b.scalevec_weight``, ``a.gate_weight`` to ``a.scalevec_gate_weight``,
+    ``a.weight.z`` (a part of a weight) to ``a.scalevec_weight.z``. Keys of optimizer states end in the
+    parameter's."""
+    stem, last, part = _split(key)
     if not last.endswith(WEIGHT) or last.startswith(_RAW):
         raise ValueError(f"{key} is no weight's key")
-    return f"{stem}{dot}{_RAW}{last}"
+    return f"{stem}{_RAW}{last}{part}"
 
 
 def is_raw(key: str) -> bool:
     """Whether a key is one that :func:`raw_key` makes."""
-    last = key.rpartition(".")[2]
+    _, last, _ = _split(key)
     return last.startswith(_RAW) and last.endswith(WEIGHT)
 
 
 def stock_key(key: str) -> str:
     """The inverse of :func:`raw_key`; any other key as it is."""
-    stem, dot, last = key.rpartition(".")
-    return f"{stem}{dot}{last.removeprefix(_RAW)}" if is_raw(key) else key
+    stem, last, part = _split(key)
+    return f"{stem}{last.removeprefix(_RAW)}{part}" if is_raw(key) else key
+
+
+def _split(key: str) -> tuple[str, str, str]:
+    """What is before the weight's name, that name, and the part of the weight behind it."""
+    words = key.split(".")
+    at = len(words) - (2 if len(words) > 1 and words[-2].endswith(WEIGHT) else 1)
+    before, behind = words[:at], words[at + 1 :]
+    return "".join(f"{word}." for word in before), words[at], "".join(f".{word}" for word in behind)
 
 
 def stacked_axes(key: str) -> int:

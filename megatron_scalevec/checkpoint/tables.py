@@ -1,10 +1,10 @@
 """Which tensors of a checkpoint are linears and norms of the method, by their keys.
 
-Keys are those of Megatron's sharded state dicts, which local and TransformerEngine's layers have in common:
-a norm before a linear is stored as the linear's ``layer_norm_weight`` whichever module holds it. Experts, one
-by one or grouped, are stacked along an axis under ``experts.experts``. The norm before a mixture of experts
-is where a dense MLP's would be, or under its own name (TransformerEngine's layers). A kind of linear that
-gets scale vectors in a later version is one more row here.
+Keys are those of Megatron's sharded state dicts. A norm that feeds one linear is mostly stored as that
+linear's ``layer_norm_weight``, whichever module holds it; in hybrids of local layers, before a mixture of
+experts and before latent attention it has its own name. Experts, one by one or grouped, are stacked along an
+axis under ``experts.experts``. The in-projections of Mamba layers and gated delta nets are stored in parts,
+one for each branch. A kind of linear that gets scale vectors in a later version is one more row here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_scalevec.errors import ScaleVecError
-from megatron_scalevec.fold import RowMap, fc1_row_map, qkv_row_map, whole_row_map
+from megatron_scalevec.fold import (
+    RowMap,
+    fc1_row_map,
+    interleaved_row_map,
+    qkv_row_map,
+    whole_row_map,
+)
 
 __all__ = [
     "LINEARS",
@@ -27,22 +33,43 @@ __all__ = [
     "Site",
     "find_linears",
     "find_norms",
+    "hybrid_pattern",
     "of_experts",
     "sites_by_norm",
 ]
 
 
 @dataclass(frozen=True)
+class LatentDimensions:
+    """Channels of latent attention: of the latent of keys and values, and per head."""
+
+    kv_latent: int
+    rope: int
+    key: int
+    value: int
+
+    @classmethod
+    def of(cls, args: Any) -> LatentDimensions:
+        """From the arguments in a checkpoint; an AttributeError says which one is missing."""
+        return cls(args.kv_lora_rank, args.qk_pos_emb_head_dim, args.qk_head_dim, args.v_head_dim)
+
+
+@dataclass(frozen=True)
 class Dimensions:
-    """What the rows of a model's linears depend on."""
+    """What the rows of a model's linears depend on.
+
+    ``groups`` of queries: None where layers differ in them, so that a weight's rows tell. ``latent``: of
+    latent attention, None without it.
+    """
 
     heads: int
-    groups: int
+    groups: int | None
     head_dim: int
     gated: bool
     zero_centered: bool
     layernorm: bool
     output_gate: bool
+    latent: LatentDimensions | None
 
     @classmethod
     def of(cls, args: Any) -> Dimensions:
@@ -54,14 +81,16 @@ class Dimensions:
         try:
             heads = args.num_attention_heads
             grouped = getattr(args, "group_query_attention", False)
+            groups = args.num_query_groups if grouped else heads
             return cls(
                 heads=heads,
-                groups=args.num_query_groups if grouped else heads,
+                groups=None if any(getattr(args, name, None) for name in _HETEROGENEOUS) else groups,
                 head_dim=getattr(args, "kv_channels", None) or args.hidden_size // heads,
                 gated=bool(args.swiglu) or any(getattr(args, name, False) for name in _GATED),
                 zero_centered=bool(getattr(args, "apply_layernorm_1p", False)),
                 layernorm=getattr(args, "normalization", "LayerNorm") == "LayerNorm",
                 output_gate=bool(getattr(args, "attention_output_gate", False)),
+                latent=LatentDimensions.of(args) if getattr(args, "multi_latent_attention", False) else None,
             )
         except AttributeError as error:
             raise ScaleVecError(
@@ -73,38 +102,62 @@ class Dimensions:
 # Flags other than --swiglu that make an MLP of two branches.
 _GATED = ("quick_geglu", "gated_linear_unit")
 
+_HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
+
+
+def hybrid_pattern(args: Any) -> str | None:
+    """The symbols of a hybrid model's layers, from the arguments in a checkpoint; None for other models."""
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    patterns = [pattern for pattern in (getattr(args, name, None) for name in names) if pattern]
+    return patterns[0] if patterns else "" if getattr(args, "is_hybrid_model", False) else None
+
 
 @dataclass(frozen=True)
 class LinearKind:
     """One kind of linear.
 
-    ``suffix``: a pattern for the end of its key without ``.weight``. ``rows`` makes the map of the whole
-    weight's rows from their number. ``mixture``: part of a mixture of experts, where one norm feeds several
-    linears. ``weight``: last word of its key.
+    ``suffix``: a pattern for the end of its path, which is its key without ``weight``. ``rows`` makes the
+    map of the whole weight's rows from their number. ``norms``: stems of the keys that the norm before it
+    may have, in ``{path}`` or in the ``{layer}`` around it; empty where none feeds it. ``norm_feeds_others``
+    and ``norm_fits`` as in :func:`megatron_scalevec.decisions.plan_linear`. ``needs_norm``: whether it gets
+    vectors only where there is a norm.
     """
 
     site: str
     suffix: str
-    fed_by_norm: bool
-    has_heads: bool
     rows: Callable[[Dimensions, int], RowMap]
-    mixture: bool = False
+    norms: tuple[str, ...] = ()
+    has_heads: bool = False
+    norm_feeds_others: bool = False
+    norm_fits: bool = True
+    needs_norm: bool = False
     weight: str = "weight"
+
+    @property
+    def fed_by_norm(self) -> bool:
+        """Whether a norm feeds it."""
+        return bool(self.norms)
 
 
 @dataclass(frozen=True)
 class NormKind:
-    """One kind of norm that keeps its scale. ``pattern`` matches its key without ``.weight``."""
+    """One kind of norm that keeps its scale.
+
+    ``pattern`` matches its key without ``.weight``. ``needs_sum`` as in
+    :func:`megatron_scalevec.decisions.norm_keeps_scale`.
+    """
 
     site: str
     pattern: str
+    needs_sum: bool = False
 
 
 @dataclass(frozen=True)
 class Site:
-    """A linear of a checkpoint, all layers (and experts) of a stack together.
+    """A linear of a checkpoint, or a part of one that is stored by itself; all layers (and experts) of a
+    stack together.
 
-    ``path``: its key without the last word. ``norm``: stem of the keys of the norm before it, with ``weight``
+    ``path``: its key without the weight. ``norm``: stem of the keys of the norm before it, with ``weight``
     and ``bias`` behind; None where no norm feeds it.
     """
 
@@ -132,14 +185,42 @@ class Site:
 
 
 def _qkv(dimensions: Dimensions, rows: int) -> RowMap:
+    queries = dimensions.heads * (2 if dimensions.output_gate else 1)
+    groups = dimensions.groups or (rows // dimensions.head_dim - queries) // 2
+    if groups <= 0 or dimensions.heads % groups:
+        raise ScaleVecError(
+            f"an attention weight of the checkpoint has {rows} rows, which are no whole groups of "
+            f"{dimensions.heads} heads of {dimensions.head_dim} channels: it and the arguments in the "
+            "checkpoint do not belong together."
+        )
     return qkv_row_map(
-        num_query_groups=dimensions.groups,
-        query_heads_per_group=dimensions.heads // dimensions.groups,
+        num_query_groups=groups,
+        query_heads_per_group=dimensions.heads // groups,
         head_dim=dimensions.head_dim,
         tp_rank=0,
         tp_size=1,
         output_gate=dimensions.output_gate,
     )
+
+
+def _kv_down(dimensions: Dimensions, rows: int) -> RowMap:
+    latent = _latent(dimensions)
+    return interleaved_row_map(1, {"kv_down": latent.kv_latent, "k_rope": latent.rope}, tp_rank=0, tp_size=1)
+
+
+def _kv_up(dimensions: Dimensions, rows: int) -> RowMap:
+    latent = _latent(dimensions)
+    heads = {"k_up": latent.key, "v_up": latent.value}
+    return interleaved_row_map(dimensions.heads, heads, tp_rank=0, tp_size=1)
+
+
+def _latent(dimensions: Dimensions) -> LatentDimensions:
+    if dimensions.latent is None:
+        raise ScaleVecError(
+            "the checkpoint holds latent attention, and the arguments in it do not say so: they do not "
+            "belong together."
+        )
+    return dimensions.latent
 
 
 def _fc1(dimensions: Dimensions, rows: int) -> RowMap:
@@ -170,37 +251,79 @@ def of_experts(key: str) -> bool:
 
 _ROUTED = r"mlp\.experts\.experts\.(\d+\.)?"
 
+_BEFORE_ATTENTION = ("{path}.layer_norm_", "{layer}.input_layernorm.")
+_BEFORE_MLP = ("{path}.layer_norm_", "{layer}.pre_mlp_layernorm.")
+# One norm feeds several linears.
+_OF_LATENTS = {"norms": ("{layer}.input_layernorm.",), "norm_feeds_others": True}
+_OF_MIXTURE = {
+    "norms": ("{layer}.pre_mlp_layernorm.", "{layer}.mlp.linear_fc1.layer_norm_"),
+    "norm_feeds_others": True,
+}
+
+
+def _up_projection(latent: str, rows: Callable[[Dimensions, int], RowMap]) -> LinearKind:
+    return LinearKind(
+        "latent",
+        rf"self_attention\.linear_{latent}_up_proj",
+        rows,
+        ("{path}.layer_norm_", f"{{layer}}.self_attention.{latent}_layernorm."),
+        norm_fits=False,  # as convert.latent says
+        needs_norm=True,
+    )
+
+
+def _parts(site: str, suffix: str, norms: tuple[str, ...], branches: dict[str, str]) -> list[LinearKind]:
+    """An in-projection that is stored in parts; ``branches``: Megatron's name of a part to its branch."""
+    return [
+        LinearKind(site, suffix, _whole(branch), norms, weight=f"weight.{part}")
+        for part, branch in branches.items()
+    ]
+
+
 LINEARS = (
-    LinearKind("attention", r"self_attention\.linear_qkv", True, True, _qkv),
-    LinearKind("mlp", r"mlp\.linear_fc1", True, False, _fc1),
-    LinearKind("mlp", r"mlp\.router", True, False, _whole("router"), mixture=True),
-    LinearKind("mlp", rf"{_ROUTED}linear_fc1", True, False, _expert_fc1("expert"), mixture=True),
-    LinearKind("mlp", r"mlp\.shared_experts\.linear_fc1", True, False, _expert_fc1("shared"), mixture=True),
+    LinearKind("attention", r"self_attention\.linear_qkv", _qkv, _BEFORE_ATTENTION, has_heads=True),
+    LinearKind("attention", r"self_attention\.linear_q_proj", _whole("q"), **_OF_LATENTS),
+    LinearKind("attention", r"self_attention\.linear_q_down_proj", _whole("q_down"), **_OF_LATENTS),
+    LinearKind("attention", r"self_attention\.linear_kv_down_proj", _kv_down, **_OF_LATENTS),
+    _up_projection("q", _whole("q_up")),
+    _up_projection("kv", _kv_up),
+    LinearKind("mlp", r"mlp\.linear_fc1", _fc1, _BEFORE_MLP),
+    LinearKind("mlp", r"mlp\.router", _whole("router"), **_OF_MIXTURE),
+    LinearKind("mlp", rf"{_ROUTED}linear_fc1", _expert_fc1("expert"), **_OF_MIXTURE),
+    LinearKind("mlp", r"mlp\.shared_experts\.linear_fc1", _expert_fc1("shared"), **_OF_MIXTURE),
     LinearKind(
-        "mlp",
-        r"mlp\.shared_experts",
-        True,
-        False,
-        _whole("shared_expert_gate"),
-        mixture=True,
-        weight="gate_weight",
+        "mlp", r"mlp\.shared_experts", _whole("shared_expert_gate"), **_OF_MIXTURE, weight="gate_weight"
     ),
-    LinearKind("projections", r"self_attention\.linear_proj", False, False, _whole("o")),
-    LinearKind("projections", r"mlp\.linear_fc2", False, False, _whole("down")),
-    LinearKind("projections", rf"{_ROUTED}linear_fc2", False, False, _whole("expert_down"), mixture=True),
-    LinearKind(
-        "projections",
-        r"mlp\.shared_experts\.linear_fc2",
-        False,
-        False,
-        _whole("shared_down"),
-        mixture=True,
+    *_parts(
+        "mamba",
+        r"mixer\.in_proj",
+        ("{path}.layer_norm_", "{layer}.norm."),
+        {name: name for name in ("z", "x", "B", "C", "dt")},
     ),
+    LinearKind("mamba", r"mixer\.out_proj", _whole("out"), ("{layer}.mixer.norm.",)),
+    *_parts(
+        "delta",
+        r"self_attention\.in_proj",
+        _BEFORE_ATTENTION,
+        {
+            "query": "delta_q",
+            "key": "delta_k",
+            "value": "delta_v",
+            "z": "delta_z",
+            "beta": "delta_b",
+            "alpha": "delta_a",
+        },
+    ),
+    LinearKind("projections", r"self_attention\.linear_proj", _whole("o")),
+    LinearKind("projections", r"mlp\.linear_fc2", _whole("down")),
+    LinearKind("projections", rf"{_ROUTED}linear_fc2", _whole("expert_down")),
+    LinearKind("projections", r"mlp\.shared_experts\.linear_fc2", _whole("shared_down")),
 )
 
 NORMS = (
-    NormKind("head", r"decoder\.final_layernorm"),
+    NormKind("head", r"decoder\.final_(layer)?norm"),
     NormKind("mtp", r"mtp\.layers\.\d+\.(enorm|hnorm|final_layernorm)"),
+    NormKind("delta", r".+\.self_attention\.out_norm", needs_sum=True),
 )
 
 
@@ -209,21 +332,15 @@ def find_linears(keys: Iterable[str]) -> list[Site]:
     keys = list(keys)
     known, found = set(keys), []
     for key in keys:
-        path, _, last = key.rpartition(".")
         for kind in LINEARS:
-            match = re.search(rf"\.{kind.suffix}$", path) if last == kind.weight else None
+            match = re.search(rf"\.{kind.suffix}\.{re.escape(kind.weight)}$", key)
             if match:
-                found.append(Site(kind, path, _norm_before(kind, path, path[: match.start()], known)))
+                path, layer = key.removesuffix(f".{kind.weight}"), key[: match.start()]
+                stems = [stem.format(path=path, layer=layer) for stem in kind.norms]
+                norm = next((stem for stem in stems if f"{stem}weight" in known), None)
+                if norm is not None or not kind.needs_norm:
+                    found.append(Site(kind, path, norm or next(iter(stems), None)))
     return found
-
-
-def _norm_before(kind: LinearKind, path: str, layer: str, known: set[str]) -> str | None:
-    if not kind.fed_by_norm:
-        return None
-    if not kind.mixture:
-        return f"{path}.layer_norm_"
-    own = f"{layer}.pre_mlp_layernorm."
-    return own if f"{own}weight" in known else f"{layer}.mlp.linear_fc1.layer_norm_"
 
 
 def sites_by_norm(sites: Iterable[Site]) -> list[list[Site]]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import torch
 
 from megatron_scalevec.checkpoint.draft import Draft, Family
-from megatron_scalevec.checkpoint.keys import raw_key
+from megatron_scalevec.checkpoint.keys import raw_key, stacked_axes
 from megatron_scalevec.checkpoint.store import Box
 from megatron_scalevec.checkpoint.tables import (
     Dimensions,
@@ -64,7 +64,7 @@ class Unfolding:
             self._linears(sites)
         for kind, path in find_norms(keys):
             if kind.site in config.sites:
-                self._norm_site(path)
+                self._norm_site(path, needs_sum=kind.needs_sum)
         if not self._touched:
             raise ScaleVecError(
                 f"the checkpoint has nothing at the sites {', '.join(config.sites)}, so nothing would change."
@@ -79,17 +79,23 @@ class Unfolding:
     def _linears(self, sites: list[Site]) -> None:
         """All linears that one norm feeds, and the norm."""
         plans = [self._linear(site) for site in sites]
+        # Of a linear that is stored in parts, every part is raw where one has vectors.
+        raw = {site.path for site, (_, is_raw) in zip(sites, plans) if is_raw}
+        for site in sites:
+            if site.path in raw:
+                self.draft.make_raw(site.weight)
         norm = sites[0].norm
         if norm is None:
             return
-        if plans[0].retires_norm:
+        if plans[0][0].retires_norm:
             self._retire(f"{norm}weight", f"{norm}bias")
-        elif sites[0].kind.mixture:
+        elif sites[0].kind.norm_feeds_others:
             self._keep_or_move(norm, "input", needs_sum=False)
         else:
             self._note(f"{norm}weight", "input", is_vector=True)
 
-    def _linear(self, site: Site) -> LinearPlan:
+    def _linear(self, site: Site) -> tuple[LinearPlan, bool]:
+        """Add the vectors of a linear. Returns its plan, and whether its weight is raw from now on."""
         weight = site.weight
         rows = self.draft.reader.tensors[weight].shape[-2]
         row_map = site.kind.rows(self.dimensions, rows)
@@ -105,7 +111,8 @@ class Unfolding:
             fed_by_norm=fed,
             zero_centered=self.dimensions.zero_centered,
             has_heads=site.kind.has_heads,
-            norm_feeds_others=site.kind.mixture,
+            norm_feeds_others=site.kind.norm_feeds_others,
+            norm_fits=site.kind.norm_fits,
         )
         self._touched = True
         if plan.retires_norm:
@@ -122,9 +129,7 @@ class Unfolding:
         for branch in plan.out_branches:
             self._add_vector(f"{owner}.gamma_out_{branch}", sizes[branch], like, None)
         added = [branch for branch in plan.normalized if self._normalize(site, branch)]
-        if plan.has_vectors or added:
-            self.draft.make_raw(weight)
-        return plan
+        return plan, plan.has_vectors or bool(added)
 
     def _owner(self, site: Site) -> tuple[str, str]:
         """Path of the vectors of a linear, and a weight that is stacked over layers and experts as they
@@ -153,7 +158,7 @@ class Unfolding:
                         "scaled together with the norm's output from now on."
                     )
 
-    def _norm_site(self, path: str) -> None:
+    def _norm_site(self, path: str, *, needs_sum: bool) -> None:
         weight = f"{path}.weight"
         self._touched = True
         if self.config.placement is None:
@@ -165,7 +170,7 @@ class Unfolding:
                     )
             self._retire(weight, f"{path}.bias")
             return
-        self._keep_or_move(f"{path}.", "input", needs_sum=False)
+        self._keep_or_move(f"{path}.", "input", needs_sum=needs_sum)
 
     def _keep_or_move(self, stem: str, role: str, *, needs_sum: bool) -> None:
         """An existing norm keeps its scale, or gives it to a vector of ours."""
@@ -274,10 +279,13 @@ class Unfolding:
     def _look_at_others(self) -> None:
         """One-dimensional parameters outside of the strategy: none decays, but q/k norms under ``all``."""
         for key in self.draft.model_keys:
-            last = key.rpartition(".")[2]
-            if key in self._known or not ("norm" in key or last == "bias"):
+            own_axes = len(self.draft.reader.tensors[key].shape) - stacked_axes(key)
+            if key in self._known or own_axes != 1 or len(self.draft.of(key)) == 1:
                 continue
-            is_qk_norm = key.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+            # Latent attention has a norm of that name too, on its latent.
+            attention, _, norm = key.rpartition(".self_attention.")
+            of_heads = f"{attention}.self_attention.linear_qkv.weight" in self.draft.reader.tensors
+            is_qk_norm = of_heads and norm in ("q_layernorm.weight", "k_layernorm.weight")
             self._note(key, "output" if is_qk_norm else "stock", is_vector=False)
 
 

@@ -21,7 +21,7 @@ from megatron_scalevec.checkpoint.draft import Draft
 from megatron_scalevec.checkpoint.fold import Folding
 from megatron_scalevec.checkpoint.keys import GUARD_SHAPE
 from megatron_scalevec.checkpoint.store import Box, CheckpointReader
-from megatron_scalevec.checkpoint.tables import find_linears
+from megatron_scalevec.checkpoint.tables import find_linears, hybrid_pattern
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 
@@ -59,7 +59,9 @@ def verify(source: Path, result: Path) -> Finding:
         if "optimizer." not in key
     )
     found, why = None, f"the model has more than {LOGITS_LIMIT >> 30} GiB"
-    if size <= LOGITS_LIMIT:
+    if hybrid_pattern(reader.args) is not None:
+        why = "the layers of a hybrid model need a GPU's kernels"
+    elif size <= LOGITS_LIMIT:
         found, why = compare_logits(source, result)
     if found is None:
         difference = compare_products(reader, CheckpointReader(result))

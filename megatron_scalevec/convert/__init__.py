@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
@@ -106,11 +105,6 @@ def _convert(model: LanguageModule, config: ScaleVecConfig) -> None:
             "--scalevec-weight-decay all would decay q/k norms, and this model stores γ − 1 (zero-centered "
             "gamma), so they would be pulled toward 1 instead of 0; use --scalevec-weight-decay split."
         )
-    if config.execution == "optimizer" and _not_proven_in_optimizer(model):
-        raise ScaleVecError(
-            "--scalevec-execution optimizer is not proven yet for experts, latent attention and hybrids; "
-            "use --scalevec-execution autograd."
-        )
     sites = list(find_sites(model, config))
     for site in sites:
         if site.asked_for:
@@ -137,11 +131,6 @@ def _convert(model: LanguageModule, config: ScaleVecConfig) -> None:
     setattr(model, _APPLIED_ATTRIBUTE, config)
     if any(folds_of(model)):
         require_an_engine(model)
-
-
-def _not_proven_in_optimizer(model: LanguageModule) -> bool:
-    kinds = ("num_moe_experts", "multi_latent_attention")
-    return not isinstance(model, GPTModel) or any(getattr(model.config, kind, None) for kind in kinds)
 
 
 def _without_borrowed_norms(model: LanguageModule) -> None:

@@ -123,11 +123,14 @@ def _fc1(c: Any, prefix: str = "") -> tuple[str, ...]:
 
 def _experts(c: Any) -> Sequence[Map]:
     number = c.num_moe_experts
-    maps = [
-        Map("mlp", ("router",), "pre-mlp"),
-        Map("mlp", _fc1(c, "expert_"), "pre-mlp", experts=number),
-        Map("projections", ("expert_down",), experts=number),
-    ]
+    maps = [Map("mlp", ("router",), "pre-mlp"), Map("projections", ("expert_down",), experts=number)]
+    if getattr(c, "moe_latent_size", None):
+        # The norm feeds the projection to the latents; what the experts multiply comes out of that.
+        maps.append(Map("mlp", ("latent_down",), "pre-mlp"))
+        maps.append(Map("projections", _fc1(c, "expert_"), experts=number))
+        maps.append(Map("projections", ("latent_up",)))
+    else:
+        maps.append(Map("mlp", _fc1(c, "expert_"), "pre-mlp", experts=number))
     if c.moe_shared_expert_intermediate_size is not None:
         maps.append(Map("mlp", _fc1(c, "shared_"), "pre-mlp"))
         maps.append(Map("projections", ("shared_down",)))

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
-import logging
-import platform
 import shutil
-import signal
 import sys
-import threading
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_scalevec.demo import options as _options
 from megatron_scalevec.demo.folder import REPORT, ResultFolder, check_place
+from megatron_scalevec.demo.process import Stopped, quiet, required_versions, stopped_by_signals
 from megatron_scalevec.demo.text import Corpus, read_corpus, write_dataset
-from megatron_scalevec.errors import ScaleVecError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,14 +26,6 @@ __all__ = ["main"]
 _PICTURE = "loss.png"
 # Where output is no terminal its width is a guess; the table needs this much.
 _PLAIN_WIDTH = 110
-
-
-class _Stopped(KeyboardInterrupt):
-    """A signal asked the demo to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not console.is_terminal:
         console.width = max(console.width, _PLAIN_WIDTH)
     try:
-        with _stopped_by_signals():
-            versions = _required_versions()
+        with stopped_by_signals():
+            versions = required_versions("the demo")
             return _demo(options, corpus, versions, console, began)
-    except _Stopped as stopped:
+    except Stopped as stopped:
         print("\nStopped; the runs were ended and nothing was kept.", file=sys.stderr, flush=True)
         return 128 + stopped.number
 
@@ -74,7 +59,7 @@ def _demo(options: Options, corpus: Corpus, versions: dict[str, str], console: C
     machine = _runs.look_at_machine(options, len(options.strategies) * len(options.seeds))
     _introduce(options, corpus, machine, console)
     with ResultFolder(options.out) as folder, _runs.index_cache() as cache:
-        with _quiet():
+        with quiet():
             write_dataset(corpus, folder.path / "data" / "text")
         planned = _runs.plan(options, split=corpus.split, folder=folder.path, cache=cache)
         try:
@@ -87,31 +72,6 @@ def _demo(options: Options, corpus: Corpus, versions: dict[str, str], console: C
         _finish(report, folder)
     _conclude(report, options, time.monotonic() - began, console)
     return 0
-
-
-def _required_versions() -> dict[str, str]:
-    """Check that everything needed is installed, before anything is created."""
-    import numpy
-    import torch
-
-    from megatron_scalevec import __version__
-    from megatron_scalevec.versions import require_megatron_training, require_supported_megatron
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ScaleVecError(
-            "the demo draws its picture with matplotlib, which is not installed: "
-            "pip install 'megatron_scalevec[demo]'."
-        )
-    with _quiet():
-        megatron = require_supported_megatron()
-        require_megatron_training(megatron)
-    return {
-        "megatron_scalevec": __version__,
-        "megatron-core": str(megatron),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _introduce(options: Options, corpus: Corpus, machine: Machine, console: Console) -> None:
@@ -174,22 +134,8 @@ def _report(
     return make_report(
         results,
         options,
-        text={
-            "source": corpus.source,
-            "files": corpus.files,
-            "documents": len(corpus.documents),
-            "training_bytes": corpus.training_bytes,
-            "validation_bytes": corpus.validation_bytes,
-            "split": corpus.split,
-            "sha256": corpus.digest,
-        },
-        machine={
-            "device": "cuda" if machine.gpus else "cpu",
-            "gpus": len(machine.gpus),
-            "cores": machine.cores,
-            "jobs": machine.jobs,
-            "threads_per_rank": machine.threads,
-        },
+        text=corpus.describe(),
+        machine=machine.describe(),
         versions=versions,
     )
 
@@ -204,7 +150,7 @@ def _finish(report: dict[str, Any], folder: ResultFolder) -> None:
     from megatron_scalevec.demo.picture import draw
     from megatron_scalevec.demo.report import write_report
 
-    with _quiet():
+    with quiet():
         draw(report, folder.path / _PICTURE)
     # Last, because it is what tells a complete result.
     write_report(report, folder.path / REPORT)
@@ -231,54 +177,16 @@ def _conclude(report: dict[str, Any], options: Options, seconds: float, console:
 
 
 def _explain(failure: Any, kept: Path) -> None:
-    from megatron_scalevec.demo.logs import failure_excerpt
+    from megatron_scalevec.demo.logs import diverged, failure_excerpt
 
     log = kept / "logs" / failure.run.reader.path.name
     lines = [f"  {line}" for line in failure_excerpt(log)]
     if lines:
         print("\n".join(lines), file=sys.stderr)
-    diverged = any("Unexpected result" in line for line in lines)
-    hint = " It diverged: try a lower --learning-rate." if diverged else ""
+    hint = " It diverged: try a lower --learning-rate." if diverged(lines) else ""
     print(
         f"scalevec demo: the run {failure.run.name} {failure.reason}, so the demo was stopped."
         f"{hint} Its log: {log}",
         file=sys.stderr,
         flush=True,
     )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Megatron from warning of every optional package it lacks; the runs' logs do."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(logging.NOTSET)
-
-
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Turn the first signal into :class:`_Stopped`; later ones do not disturb cleaning up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread gets signals
-        return
-    stopped = False
-
-    def stop(number: int, _frame: Any) -> None:
-        nonlocal stopped
-        if not stopped:
-            stopped = True
-            raise _Stopped(number)
-
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGHUP"):
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

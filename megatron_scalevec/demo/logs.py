@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["LogReader", "failure_excerpt"]
+__all__ = ["LogReader", "diverged", "failure_excerpt"]
 
 _ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\s*\|(.*)")
 _FIELD = re.compile(r"\s*([^|:]+?)\s*:\s*([^|]*?)\s*\|")
@@ -87,6 +88,11 @@ def _number(text: str | None) -> float | None:
         return None if text is None else float(text)
     except ValueError:
         return None
+
+
+def diverged(excerpt: Iterable[str]) -> bool:
+    """Whether a :func:`failure_excerpt` says that the loss was no finite number any more."""
+    return any("Unexpected result" in line for line in excerpt)
 
 
 def failure_excerpt(path: Path, lines: int = 15) -> list[str]:

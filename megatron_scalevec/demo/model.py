@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_scalevec.demo.options import Options
@@ -21,7 +22,7 @@ _FIXED = """
 --transformer-impl local --attention-backend unfused --no-gradient-accumulation-fusion
 --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm
 --tokenizer-type NullTokenizer --num-workers 0
---optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
+--adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
 --lr-decay-style WSD --lr-wsd-decay-style linear --log-interval 1
 """.split()
 
@@ -40,9 +41,20 @@ def evaluation_interval(steps: int) -> int:
 
 
 def command(
-    options: Options, *, strategy: str, seed: int, split: str, folder: Path, name: str, cache: Path
+    options: Options,
+    *,
+    strategy: str,
+    seed: int,
+    split: str,
+    folder: Path,
+    name: str,
+    cache: Path,
+    more: Mapping[str, object] | None = None,
 ) -> list[str]:
-    """The command line of one run; ``folder`` holds ``data`` and ``audits``."""
+    """The command line of one run; ``folder`` holds ``data`` and ``audits``.
+
+    ``more`` holds Megatron's options without their dashes: further ones, or other values.
+    """
     start = [sys.executable]
     if options.tensor_parallel > 1:
         start += ["-m", "torch.distributed.run", "--standalone"]
@@ -76,9 +88,11 @@ def command(
         "data-path": folder / "data" / "text",
         "data-cache-path": cache,
         "split": split,
+        "optimizer": "adam",
         "scalevec-strategy": strategy,
     }
     if strategy != "stock":
         values["scalevec-audit"] = folder / "audits" / f"{name}.json"
+    values.update(more or {})
     pairs = [part for key, value in values.items() for part in (f"--{key}", str(value))]
     return [*start, "-m", "megatron_scalevec", "pretrain", *_FIXED, *pairs]

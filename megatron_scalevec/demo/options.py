@@ -12,7 +12,19 @@ from typing import Any
 from megatron_scalevec.config import STRATEGIES, ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 
-__all__ = ["BASELINE", "Options", "built_strategies", "parse"]
+__all__ = [
+    "BASELINE",
+    "Options",
+    "SentenceParser",
+    "add_size",
+    "add_text",
+    "built_strategies",
+    "check_size",
+    "flag_of",
+    "names_in",
+    "parse",
+    "seeds_in",
+]
 
 BASELINE = "stock"
 _FIRST_SEED = 1234
@@ -80,13 +92,76 @@ def built_strategies() -> list[str]:
     return found
 
 
-class _Parser(argparse.ArgumentParser):
+class SentenceParser(argparse.ArgumentParser):
+    """A parser that refuses as the rest of this package does."""
+
     def error(self, message: str):
-        raise ScaleVecError(f"scalevec demo: {message}.")
+        raise ScaleVecError(f"{self.prog}: {message}.")
+
+
+def add_text(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what text is trained on."""
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--text",
+        metavar="FILE",
+        nargs="+",
+        type=Path,
+        help="train on these files (default: documentation and sources of this Python installation)",
+    )
+    text.add_argument(
+        "--text-bytes",
+        metavar="N",
+        type=int,
+        default=8_000_000,
+        help="read at most this much of it (default: %(default)s)",
+    )
+
+
+def add_size(parser: argparse.ArgumentParser, *, steps: int) -> argparse._ArgumentGroup:
+    """The arguments that say how large a run is; ``steps`` is the default."""
+    size = parser.add_argument_group("size of the runs")
+    for flag, default, text_ in (
+        ("--steps", steps, "optimizer steps"),
+        ("--batch-size", 8, "sequences per step"),
+        ("--seq-length", 128, "bytes per sequence"),
+        ("--layers", 6, "transformer layers"),
+        ("--hidden-size", 128, f"width, a multiple of {2 * _HEAD_DIM}"),
+    ):
+        size.add_argument(
+            flag, metavar="N", type=int, default=default, help=f"{text_} (default: %(default)s)"
+        )
+    size.add_argument(
+        "--weight-decay",
+        metavar="X",
+        type=float,
+        default=0.1,
+        help="decoupled weight decay (default: %(default)s)",
+    )
+    return size
+
+
+def check_size(args: argparse.Namespace, *counts: str) -> None:
+    """Check what :func:`add_text` and :func:`add_size` have read, and further ``counts``.
+
+    Raises:
+        ScaleVecError: A number is out of range.
+    """
+    for name in ("steps", "batch_size", "seq_length", "layers", "text_bytes", *counts):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ScaleVecError(f"{flag_of(name)} {value} must be at least 1.")
+    if not 0 <= args.weight_decay < float("inf"):
+        raise ScaleVecError(f"--weight-decay {args.weight_decay:g} must be a number 0 or more.")
+    if args.hidden_size < 2 * _HEAD_DIM or args.hidden_size % (2 * _HEAD_DIM):
+        raise ScaleVecError(
+            f"--hidden-size {args.hidden_size} must be a multiple of {2 * _HEAD_DIM}: heads are "
+            f"{_HEAD_DIM} wide and come in pairs."
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = SentenceParser(
         prog="scalevec demo",
         description=(
             "Train one small GPT with Megatron's own training loop under several scale-vector "
@@ -114,39 +189,14 @@ def _parser() -> argparse.ArgumentParser:
         "(one of your own: '7,'); with two or more the table shows the spread "
         "(default: %(default)s)",
     )
-    text = parser.add_argument_group("text")
-    text.add_argument(
-        "--text",
-        metavar="FILE",
-        nargs="+",
-        type=Path,
-        help="train on these files (default: documentation and sources of this Python installation)",
+    add_text(parser)
+    add_size(parser, steps=900).add_argument(
+        "--learning-rate",
+        metavar="X",
+        type=float,
+        default=4e-3,
+        help="peak learning rate; it warms up, stays and decays (WSD) (default: %(default)s)",
     )
-    text.add_argument(
-        "--text-bytes",
-        metavar="N",
-        type=int,
-        default=8_000_000,
-        help="read at most this much of it (default: %(default)s)",
-    )
-    size = parser.add_argument_group("size of the runs")
-    for flag, default, text_ in (
-        ("--steps", 900, "optimizer steps"),
-        ("--batch-size", 8, "sequences per step"),
-        ("--seq-length", 128, "bytes per sequence"),
-        ("--layers", 6, "transformer layers"),
-        ("--hidden-size", 128, f"width, a multiple of {2 * _HEAD_DIM}"),
-    ):
-        size.add_argument(
-            flag, metavar="N", type=int, default=default, help=f"{text_} (default: %(default)s)"
-        )
-    for flag, default, text_ in (
-        ("--learning-rate", 4e-3, "peak learning rate; it warms up, stays and decays (WSD)"),
-        ("--weight-decay", 0.1, "AdamW's weight decay"),
-    ):
-        size.add_argument(
-            flag, metavar="X", type=float, default=default, help=f"{text_} (default: %(default)s)"
-        )
     where = parser.add_argument_group("where it runs")
     where.add_argument(
         "--tensor-parallel",
@@ -179,27 +229,9 @@ def parse(argv: Sequence[str]) -> Options:
         ScaleVecError: Something cannot be done as asked.
     """
     args = _parser().parse_args(list(argv))
-    for name in (
-        "steps",
-        "batch_size",
-        "seq_length",
-        "layers",
-        "tensor_parallel",
-        "jobs",
-        "text_bytes",
-    ):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ScaleVecError(f"{_flag(name)} {value} must be at least 1.")
-    for name, least in (("learning_rate", "above 0"), ("weight_decay", "0 or more")):
-        value = getattr(args, name)
-        if not (0 < value < float("inf") or (value == 0 and name == "weight_decay")):
-            raise ScaleVecError(f"{_flag(name)} {value:g} must be a number {least}.")
-    if args.hidden_size < 2 * _HEAD_DIM or args.hidden_size % (2 * _HEAD_DIM):
-        raise ScaleVecError(
-            f"--hidden-size {args.hidden_size} must be a multiple of {2 * _HEAD_DIM}: heads are "
-            f"{_HEAD_DIM} wide and come in pairs."
-        )
+    check_size(args, "tensor_parallel", "jobs")
+    if not 0 < args.learning_rate < float("inf"):
+        raise ScaleVecError(f"--learning-rate {args.learning_rate:g} must be a number above 0.")
     groups = args.hidden_size // _HEAD_DIM // 2
     if groups % args.tensor_parallel:
         raise ScaleVecError(
@@ -208,21 +240,23 @@ def parse(argv: Sequence[str]) -> Options:
             f"{2 * _HEAD_DIM * args.tensor_parallel}."
         )
     strategies, added = _strategies(args.strategies)
-    values = {**vars(args), "strategies": strategies, "seeds": _seeds(args.seeds)}
+    values = {**vars(args), "strategies": strategies, "seeds": seeds_in(args.seeds)}
     values["text"] = None if args.text is None else tuple(args.text)
     return Options(**values, baseline_added=added)
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The option that sets an attribute."""
     return "--" + name.replace("_", "-")
 
 
-def _names(text: str) -> list[str]:
+def names_in(text: str) -> list[str]:
+    """Names with commas between them, each once."""
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
 def _strategies(text: str) -> tuple[tuple[str, ...], bool]:
-    names = _names(text)
+    names = names_in(text)
     if not names:
         raise ScaleVecError(f"--strategies is empty: name some of {', '.join(built_strategies())}.")
     for name in names:
@@ -234,9 +268,14 @@ def _strategies(text: str) -> tuple[tuple[str, ...], bool]:
     return (BASELINE, *(name for name in names if name != BASELINE)), added
 
 
-def _seeds(text: str) -> tuple[int, ...]:
+def seeds_in(text: str) -> tuple[int, ...]:
+    """Seeds from their number, or from a list with commas.
+
+    Raises:
+        ScaleVecError: It is neither.
+    """
     try:
-        numbers = [int(part) for part in _names(text)]
+        numbers = [int(part) for part in names_in(text)]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:

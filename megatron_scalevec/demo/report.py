@@ -17,7 +17,16 @@ from rich.table import Table
 from megatron_scalevec.demo.folder import KIND
 from megatron_scalevec.demo.options import BASELINE, Options
 
-__all__ = ["SCHEMA_VERSION", "Result", "make_report", "note", "table", "write_report"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "Result",
+    "make_report",
+    "median_step_time",
+    "note",
+    "table",
+    "tail_mean",
+    "write_report",
+]
 
 SCHEMA_VERSION = 1
 
@@ -119,7 +128,7 @@ def _run(
     else:
         groups = stock_groups
     added = 0 if audit is None else audit["parameters_added"]
-    median, dropped = _step_time(result.step_times_ms)
+    median, dropped = median_step_time(result.step_times_ms)
     return {
         "name": result.name,
         "strategy": result.strategy,
@@ -128,7 +137,7 @@ def _run(
         "log": f"logs/{result.name}.log",
         "audit": None if audit is None else f"audits/{result.name}.json",
         "final_validation_loss": result.final_validation_loss,
-        "final_training_loss": _tail_mean(result.training, options.steps),
+        "final_training_loss": tail_mean(result.training, options.steps),
         "step_time_ms": {
             "median": median,
             "steps": max(0, len(result.step_times_ms) - dropped),
@@ -151,7 +160,7 @@ def _curve(losses: dict[int, float], options: Options) -> list[dict[str, float]]
     return [{"step": s, "tokens": s * per_step, "loss": losses[s]} for s in sorted(losses)]
 
 
-def _step_time(times: dict[int, float]) -> tuple[float | None, int]:
+def median_step_time(times: dict[int, float]) -> tuple[float | None, int]:
     """Median after the first steps, in which memory is allocated and caches fill."""
     steps = sorted(times)
     dropped = min(_MOST_WARM_UP_STEPS, len(steps) // 5)
@@ -159,7 +168,8 @@ def _step_time(times: dict[int, float]) -> tuple[float | None, int]:
     return (statistics.median(kept) if kept else None), dropped
 
 
-def _tail_mean(losses: dict[int, float], steps: int) -> float | None:
+def tail_mean(losses: dict[int, float], steps: int) -> float | None:
+    """Mean of the last twentieth of ``steps`` losses."""
     last = [losses[step] for step in sorted(losses)[-max(1, steps // 20) :]]
     return statistics.fmean(last) if last else None
 

@@ -12,13 +12,26 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from megatron_scalevec.demo import model
 from megatron_scalevec.demo.display import Display
 from megatron_scalevec.demo.logs import LogReader
 from megatron_scalevec.demo.options import Options
+from megatron_scalevec.lifetime import die_with_parent
 
-__all__ = ["Machine", "Run", "RunFailed", "index_cache", "look_at_machine", "plan", "train"]
+__all__ = [
+    "Machine",
+    "Queue",
+    "Run",
+    "RunFailed",
+    "carry_out",
+    "failure",
+    "index_cache",
+    "look_at_machine",
+    "plan",
+    "train",
+]
 
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 10.0
@@ -43,6 +56,16 @@ class Machine:
     jobs: int
     threads: int
 
+    def describe(self) -> dict[str, object]:
+        """As JSON can hold it."""
+        return {
+            "device": "cuda" if self.gpus else "cpu",
+            "gpus": len(self.gpus),
+            "cores": self.cores,
+            "jobs": self.jobs,
+            "threads_per_rank": self.threads,
+        }
+
     def environment(self, slot: int, ranks: int) -> dict[str, str]:
         """Environment of a run in one of the ``jobs`` slots."""
         env = {
@@ -61,8 +84,8 @@ class Machine:
         return env
 
 
-def look_at_machine(options: Options, runs: int) -> Machine:
-    """How many runs at a time, with how many threads each."""
+def look_at_machine(options: Options, runs: int, threads: int | None = None) -> Machine:
+    """How many runs at a time, with how many threads each: as many as there are cores for, or ``threads``."""
     import torch
 
     try:
@@ -74,7 +97,7 @@ def look_at_machine(options: Options, runs: int) -> Machine:
     gpus = tuple(visible[:count] if visible else map(str, range(count)))
     room = (len(gpus) or cores) // options.tensor_parallel
     jobs = min(runs, options.jobs or max(1, room))
-    return Machine(cores, gpus, jobs, max(1, cores // (jobs * options.tensor_parallel)))
+    return Machine(cores, gpus, jobs, threads or max(1, cores // (jobs * options.tensor_parallel)))
 
 
 @dataclass
@@ -129,22 +152,56 @@ def plan(options: Options, *, split: str, folder: Path, cache: Path) -> list[Run
     return runs
 
 
+class Queue(Protocol):
+    """Where :func:`carry_out` gets its runs from."""
+
+    def next(self) -> Run | None:
+        """The next run to start; None while there is none."""
+
+    def ended(self, run: Run, code: int) -> None:
+        """A run's process has ended with this exit code; an exception ends all others."""
+
+
+class _AllOrNothing:
+    """Runs in their order, of which none may fail."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._waiting = list(runs)
+
+    def next(self) -> Run | None:
+        return self._waiting.pop(0) if self._waiting else None
+
+    def ended(self, run: Run, code: int) -> None:
+        if reason := failure(run, code):
+            raise RunFailed(run, reason)
+
+
 def train(runs: Sequence[Run], options: Options, machine: Machine, display: Display) -> None:
     """Carry out the runs; whatever happens, no process of theirs is left.
 
     Raises:
         RunFailed: One of them failed. The others were ended.
     """
-    waiting = list(runs)
+    carry_out(_AllOrNothing(runs), machine, display, ranks=options.tensor_parallel)
+
+
+def carry_out(
+    queue: Queue, machine: Machine, display: Display, *, ranks: int = 1, keep_open: Sequence[int] = ()
+) -> None:
+    """Start what the queue gives, side by side, until it gives nothing more and all have ended.
+
+    Whatever happens, no process of theirs is left. ``keep_open`` are file descriptors that the runs hold too.
+    """
     active: dict[int, Run] = {}
     with display, _ended_at_exit(active):
-        while waiting or active:
+        while True:
             for slot in range(machine.jobs):
-                if slot not in active and waiting:
-                    run = waiting.pop(0)
+                if slot not in active and (run := queue.next()) is not None:
                     active[slot] = run
-                    _start(run, machine.environment(slot, options.tensor_parallel))
+                    _start(run, machine.environment(slot, ranks), keep_open)
                     display.started(run)
+            if not active:
+                return
             time.sleep(_POLL_SECONDS)
             for slot, run in list(active.items()):
                 code = run.process.poll()
@@ -152,14 +209,15 @@ def train(runs: Sequence[Run], options: Options, machine: Machine, display: Disp
                     display.progress(run)
                 if code is not None:
                     run.seconds = time.monotonic() - run.started
-                    _require_result(run, code)
                     del active[slot]
+                    queue.ended(run, code)
                     display.finished(run)
 
 
-def _start(run: Run, env: dict[str, str]) -> None:
+def _start(run: Run, env: dict[str, str], keep_open: Sequence[int]) -> None:
     run.started = time.monotonic()
-    with open(run.reader.path, "wb") as log:
+    # A run that goes on goes on with its log.
+    with open(run.reader.path, "ab") as log:
         log.write((shlex.join(run.command) + "\n").encode())
         log.flush()
         # A session of its own: Ctrl-C reaches the demo, which then ends the whole group.
@@ -169,24 +227,28 @@ def _start(run: Run, env: dict[str, str]) -> None:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=env,
+            pass_fds=keep_open,
             start_new_session=True,
+            preexec_fn=die_with_parent,
         )
 
 
-def _require_result(run: Run, code: int) -> None:
+def failure(run: Run, code: int) -> str | None:
+    """Why a run whose process ended with this exit code has no result; None if it has one."""
     if code < 0:
         try:
             name = signal.Signals(-code).name
         except ValueError:
             name = str(-code)
         hint = "; the machine may be out of memory" if -code == signal.SIGKILL else ""
-        raise RunFailed(run, f"was ended by signal {name}{hint}")
+        return f"was ended by signal {name}{hint}"
     if code:
-        raise RunFailed(run, f"failed with exit code {code}")
+        return f"failed with exit code {code}"
     if run.reader.final_validation is None:
-        raise RunFailed(run, "ended without a validation loss in its log")
+        return "ended without a validation loss in its log"
     if run.strategy != "stock" and not run.audit.is_file():
-        raise RunFailed(run, "ended without an audit")
+        return "ended without an audit"
+    return None
 
 
 @contextlib.contextmanager

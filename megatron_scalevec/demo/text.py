@@ -66,6 +66,18 @@ class Corpus:
         """Megatron's ``--split``: shares of the number of documents, so counts are exact."""
         return f"{self.training_documents},{len(self.documents) - self.training_documents},0"
 
+    def describe(self) -> dict[str, object]:
+        """What it is, as JSON can hold it."""
+        return {
+            "source": self.source,
+            "files": self.files,
+            "documents": len(self.documents),
+            "training_bytes": self.training_bytes,
+            "validation_bytes": self.validation_bytes,
+            "split": self.split,
+            "sha256": self.digest,
+        }
+
     @property
     def digest(self) -> str:
         """SHA-256 of the tokens."""

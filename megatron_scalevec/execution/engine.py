@@ -45,7 +45,7 @@ class FoldSet:
     def __init__(self, folds: Sequence[Fold], weights: Member, vectors: Member) -> None:
         self.folds = list(folds)
         self.weights, self.vectors = weights, vectors
-        self.tp_group = folds[0].tp_group
+        self.groups = folds[0].groups
         self.table = VectorTable(
             list(dict.fromkeys(vector for fold in folds for vector in fold.vectors)), folds[0].weight.device
         )
@@ -86,10 +86,9 @@ class FoldSet:
 
     def complete(self, sums: torch.Tensor) -> None:
         """Sum the vectors' gradients over the ranks that hold the other parts of the weights."""
-        if self.weights.group is not None:
-            dist.all_reduce(sums, group=self.weights.group)
-        if self.tp_group is not None:
-            dist.all_reduce(sums, group=self.tp_group)
+        for group in (self.weights.group, *self.groups):
+            if group is not None:
+                dist.all_reduce(sums, group=group)
 
     # --- passes ----------------------------------------------------------------------------------------
 

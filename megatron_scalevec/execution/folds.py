@@ -58,8 +58,9 @@ class Vector:
 class Fold:
     """W_eff[r, c] = W[r, c] · γ_in[branch of r][first_column + c] · γ_out[branch of r][channel of r].
 
-    ``inner`` and ``outer`` have one entry per branch, None where the scale is one. ``tp_group``: the group
-    over which a vector's gradient is a sum, None where every rank holds the whole weight.
+    ``inner`` and ``outer`` have one entry per branch, None where the scale is one. ``groups``: those over
+    which a vector's gradient is a sum, besides the ranks that share the weight's master: the ranks of a
+    tensor-parallel group hold other rows or columns, those of an expert-parallel one other experts.
     """
 
     owner: torch.nn.Module
@@ -68,7 +69,7 @@ class Fold:
     inner: tuple[Vector | None, ...]
     outer: tuple[Vector | None, ...]
     first_column: int = 0
-    tp_group: Any = None
+    groups: tuple[Any, ...] = ()
 
     @property
     def weight(self) -> torch.nn.Parameter:
@@ -102,22 +103,24 @@ def register_fold(
     outer: Sequence[str | None],
     weight_name: str = "weight",
     first_column: int = 0,
-    tp_group: Any = None,
+    groups: Sequence[Any] = (),
+    vectors_of: torch.nn.Module | None = None,
 ) -> Fold:
     """Declare that a weight is W_eff from now on, and make it so.
 
     Args:
-        owner: Holds the weight and the vectors.
+        owner: Holds the weight.
         row_map: For this rank's rows.
-        inner: Name of each branch's γ_in on ``owner``, None for ones.
+        inner: Name of each branch's γ_in, None for ones.
         outer: Name of each branch's γ_out.
         weight_name: Of a parameter [local rows, local columns], raw W on entry.
         first_column: Where this rank's columns begin in γ_in.
-        tp_group: Over which the weight is sharded, None where it is not.
+        groups: Over whose ranks the gradient of a vector is a sum; of one rank or more.
+        vectors_of: Holds the vectors, ``owner`` by default.
     """
 
     def vector(name: str | None) -> Vector | None:
-        return None if name is None else Vector(owner, name)
+        return None if name is None else Vector(vectors_of or owner, name)
 
     fold = Fold(
         owner,
@@ -126,7 +129,7 @@ def register_fold(
         tuple(map(vector, inner)),
         tuple(map(vector, outer)),
         first_column,
-        tp_group if tp_group is not None and tp_group.size() > 1 else None,
+        tuple(group for group in groups if group.size() > 1),
     )
     owner.__dict__.setdefault(_ATTRIBUTE, []).append(fold)
     _fold_live(fold)

@@ -72,19 +72,21 @@ def execute_in_optimizer(optimizer: Any, model_chunks: Sequence[torch.nn.Module]
 
 
 def _sets(folds: Sequence[Fold], members: Sequence[Member]) -> list[FoldSet]:
-    """Folds by the members that hold their weight and their vectors, and by tensor-parallel group."""
+    """Folds by the members that hold their weight and their vectors, and by the groups of the sums."""
     grouped: dict[tuple, list[Fold]] = {}
     for fold in folds:
         of_weight = _member_of(fold.weight, fold, members)
         of_vectors, *others = dict.fromkeys(_member_of(part, fold, members) for part in fold.parameters)
-        # A distributed optimizer gathers its weights over ranks before another one has stepped.
-        if others or (of_vectors is not of_weight and of_weight.group is not None):
+        # A distributed optimizer gathers its weights over ranks as soon as it has stepped, and a fold takes
+        # the vectors after their step: that of shared experts' vectors, which are dense parameters, is first.
+        in_time = of_weight.group is None or members.index(of_vectors) <= members.index(of_weight)
+        if others or not in_time:
             raise ScaleVecError(
                 f"the weight of a {type(fold.owner).__name__} {tuple(fold.weight.shape)} and its scale "
                 "vectors are stepped by different optimizers, which execution inside the optimizer does not "
                 "fold; use --scalevec-execution autograd."
             )
-        key = of_weight, of_vectors, None if fold.tp_group is None else id(fold.tp_group)
+        key = of_weight, of_vectors, tuple(map(id, fold.groups))
         grouped.setdefault(key, []).append(fold)
     return [FoldSet(own, weights, vectors) for (weights, vectors, _), own in grouped.items()]
 

@@ -80,7 +80,10 @@ def mark_raw_masters(
     if kind == "fully_sharded_model_space":  # there a rank has its own shards only
         prefixes = {_MASTERS[0]}
     guards += [
-        _guard_of_weight(entry, groups[id(entry.data)], prefix) for prefix in prefixes for entry in entries
+        guard
+        for prefix in prefixes
+        for entry in entries
+        for guard in _guards_of_weight(entry, groups[id(entry.data)], prefix)
     ]
     if entries and seen and not guards:
         raise RuntimeError(
@@ -90,12 +93,13 @@ def mark_raw_masters(
     state[GUARD] = {f"{number} {guard.key}": guard for number, guard in enumerate(guards)}
 
 
-def _guard_of_weight(entry: Any, group: Any, prefix: str) -> Any:
-    from megatron_scalevec.checkpoint.guard import guard_for
+def _guards_of_weight(entry: Any, group: Any, prefix: str) -> list[Any]:
+    from megatron_scalevec.checkpoint.guard import guards_for
 
-    guard = guard_for(entry, group)
-    guard.key = prefix + guard.key
-    return guard
+    guards = guards_for(entry, group)
+    for guard in guards:
+        guard.key = prefix + guard.key
+    return guards
 
 
 def _guard_of_bucket(entry: Any, optimizer: Any) -> Any:

@@ -22,6 +22,7 @@ from megatron_scalevec.versions import require_megatron_training, require_suppor
 
 __all__ = ["DryRun", "quietly", "read_arguments"]
 
+_RANK_GROUPS: dict[tuple, list[list[int]]] = {}
 _DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
 
@@ -48,7 +49,8 @@ class DryRun:
         os.environ["RANK"] = str(rank)
         self.args.rank = rank
         torch.distributed.init_process_group("fake", rank=rank, world_size=self.world_size, store=FakeStore())
-        initialize._initialize_distributed(None, None, None)
+        with _groups_of(rank):
+            initialize._initialize_distributed(None, None, None)
 
     def pipeline(self) -> list[int]:
         """The ranks of the pipeline that the present rank is in, first stage first."""
@@ -115,6 +117,47 @@ class DryRun:
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
             vp_stage=stage,
         )
+
+
+@contextlib.contextmanager
+def _groups_of(rank: int) -> Iterator[None]:
+    """Let Megatron make the groups of one rank only, in the time that these take.
+
+    It goes through the groups of all ranks, of which torch gives a rank nothing but its own; with thousands
+    of ranks to become one after the other, that is most of a dry run.
+    """
+    import torch
+    from megatron.core import parallel_state
+
+    from megatron_scalevec.patching import PatchSet
+
+    def own_only(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_group(ranks=None, *args, **kwargs):
+            if ranks is not None and rank not in ranks:
+                return torch.distributed.GroupMember.NON_GROUP_MEMBER
+            return original(ranks, *args, **kwargs)
+
+        return create_group
+
+    changes = PatchSet()
+    changes.wrap(parallel_state, "create_group", own_only)
+    changes.wrap(parallel_state, "generate_masked_orthogonal_rank_groups", _remembered)
+    try:
+        yield
+    finally:
+        changes.undo()
+
+
+def _remembered(rank_groups: Callable[..., list[list[int]]]) -> Callable[..., list[list[int]]]:
+    """The division of all ranks into groups, which is the same for every rank: made once for each layout."""
+
+    def of_layout(world_size: int, parallel_size: list[int], mask: list[bool]) -> list[list[int]]:
+        key = world_size, tuple(parallel_size), tuple(mask)
+        if key not in _RANK_GROUPS:
+            _RANK_GROUPS[key] = rank_groups(world_size, parallel_size, mask)
+        return [list(group) for group in _RANK_GROUPS[key]]  # Megatron shifts them in place
+
+    return of_layout
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=_checked("branches_off"),
         metavar="BRANCH,...",
         help="branches that get no scale vectors, their scale being one: "
-        + ", ".join(name for names in BRANCH_NAMES.values() for name in names)
+        + ", ".join(dict.fromkeys(name for names in BRANCH_NAMES.values() for name in names))
         + ". Default: none.",
     )
     group.add_argument(

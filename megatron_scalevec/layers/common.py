@@ -80,7 +80,9 @@ def sharded_vectors(
 def mixed_class(mixin: type, base: type) -> type:
     """The subclass of ``base`` with ``mixin`` in front, one per pair, importable by name for pickling."""
     # torch and TransformerEngine have norms of the same names.
-    name = f"ScaleVec{'TE' if is_transformer_engine(base) else ''}{base.__name__}"
+    prefix = getattr(mixin, "class_prefix", "ScaleVec")
+    own = base.__name__.removeprefix("TE")
+    name = f"{prefix}{'TE' if is_transformer_engine(base) else ''}{own}"
     made = type(name, (mixin, base), {"__module__": mixin.__module__, "__qualname__": name})
     # Pickle and copy.deepcopy look classes up where they say they live.
     setattr(sys.modules[mixin.__module__], name, made)

@@ -20,13 +20,27 @@ from megatron_scalevec.layers import common
 from megatron_scalevec.layers.linear import FoldedLinear
 from megatron_scalevec.vectors import compose_vector, keep_dtype
 
-__all__ = ["ScaleVecExperts", "share_vectors"]
+__all__ = ["HoldsVectors", "ScaleVecExperts", "hold_vectors", "share_vectors"]
 
 
-class ScaleVecExperts:
+class HoldsVectors:
+    """Mixin over ``SequentialMLP`` and ``TEGroupedMLP``: owns the vectors of its experts' linears."""
+
+    class_prefix = "VectorHolding"
+    scalevec_tp_group: Any  # of the dense layers
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """The base class's and the shared vectors, under the same keys for every kind of experts."""
+        return {
+            **super().sharded_state_dict(prefix, sharded_offsets, metadata),
+            **common.sharded_vectors(self, prefix, sharded_offsets, metadata, self.scalevec_tp_group),
+        }
+
+
+class ScaleVecExperts(HoldsVectors):
     """Mixin over ``SequentialMLP`` and ``TEGroupedMLP``: lends its vectors to the experts' linears."""
 
-    scalevec_tp_group: Any  # of the dense layers
+    class_prefix = "ScaleVec"
     scalevec_borrowers: tuple[FoldedLinear, ...] = ()
     scalevec_lends: tuple[str, ...] = ()
     scalevec_fed: tuple[str | None, ...] = ()  # input vectors of those of its linears that a norm feeds
@@ -55,16 +69,21 @@ class ScaleVecExperts:
         """As of :meth:`megatron_scalevec.layers.linear.FoldedLinear.input_vectors`."""
         return list(self.scalevec_fed)
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """The base class's and the shared vectors, under the same keys for every kind of experts."""
-        return {
-            **super().sharded_state_dict(prefix, sharded_offsets, metadata),
-            **common.sharded_vectors(self, prefix, sharded_offsets, metadata, self.scalevec_tp_group),
-        }
-
     def _apply(self, fn, recurse=True):
         keep_dtype(self, lambda: super(ScaleVecExperts, self)._apply(fn, recurse))
         return self
+
+
+def hold_vectors(experts: torch.nn.Module, tp_group: Any) -> None:
+    """Let ``experts`` own vectors of its linears, whose weights the optimizer folds.
+
+    Args:
+        experts: A ``SequentialMLP`` or ``TEGroupedMLP``, made a :class:`HoldsVectors` or not.
+        tp_group: Tensor-parallel group of the dense layers.
+    """
+    if not isinstance(experts, HoldsVectors):
+        experts.__class__ = common.mixed_class(HoldsVectors, type(experts))
+        experts.scalevec_tp_group = tp_group
 
 
 def share_vectors(experts: torch.nn.Module, linears: list[FoldedLinear], tp_group: Any) -> None:

@@ -120,6 +120,8 @@ class FoldedLinear(common.Folded):
         dtype: torch.dtype | None,
         borrows: bool = False,
         in_optimizer: bool = False,
+        lender: torch.nn.Module | None = None,
+        groups: Sequence[Any] = (),
     ) -> None:
         """Give ``linear`` its scale vectors.
 
@@ -134,7 +136,10 @@ class FoldedLinear(common.Folded):
             reparam: How the vectors are stored.
             dtype: Storage dtype of the vectors, None for the weight's.
             borrows: Another module owns the vectors, see :meth:`lend`.
-            in_optimizer: The optimizer folds: the linear keeps its class, and its weight becomes W_eff.
+            in_optimizer: The optimizer folds: the linear computes what its own class does, and its weight
+                becomes W_eff.
+            lender: With both: the module that owns the vectors, which has them by now.
+            groups: With both: over which the vectors' gradients are sums, besides the linear's own group.
         """
         shared = tuple(in_branches) == (SHARED,)
         if not in_optimizer:
@@ -153,7 +158,7 @@ class FoldedLinear(common.Folded):
                 dtype=dtype,
             )
         if in_optimizer:
-            cls._fold_in_optimizer(linear, row_map, in_branches, out_branches)
+            cls._fold_in_optimizer(linear, row_map, in_branches, out_branches, lender, groups)
 
     @classmethod
     def _fold_in_forward(
@@ -189,21 +194,37 @@ class FoldedLinear(common.Folded):
         row_map: RowMap,
         in_branches: Sequence[str],
         out_branches: Sequence[str],
+        lender: torch.nn.Module | None,
+        groups: Sequence[Any],
     ) -> None:
-        group = cls.group_of(linear)
-
-        def name(side: str, branch: str, known: Sequence[str]) -> str | None:
-            return gamma_name(side, branch) if branch in known else None
-
+        if not (in_branches or out_branches):
+            return
+        own = () if cls.parallel == "replicated" else (cls.group_of(linear),)
         shared = tuple(in_branches) == (SHARED,)
-        register_fold(
-            linear,
-            row_map,
-            inner=[name("in", SHARED if shared else branch, in_branches) for branch in row_map.branches],
-            outer=[name("out", branch, out_branches) for branch in row_map.branches],
-            first_column=group.rank() * linear.weight.shape[1] if cls.parallel == "row" else 0,
-            tp_group=group,
-        )
+        for weight_name, suffix in cls.weights_of(linear).items():
+            weight = getattr(linear, weight_name)
+
+            def name(side: str, branch: str, known: Sequence[str], suffix=suffix) -> str | None:
+                if branch not in known:
+                    return None
+                return gamma_name(side, branch) + (suffix if lender is None else "")
+
+            register_fold(
+                linear,
+                row_map,
+                inner=[name("in", SHARED if shared else branch, in_branches) for branch in row_map.branches],
+                outer=[name("out", branch, out_branches) for branch in row_map.branches],
+                weight_name=weight_name,
+                first_column=own[0].rank() * weight.shape[1] if cls.parallel == "row" else 0,
+                groups=(*own, *groups),
+                vectors_of=lender,
+            )
+
+    @staticmethod
+    def weights_of(linear: torch.nn.Module) -> Mapping[str, str]:
+        """Names of the weights of a linear of the class below this one, to what the names of a weight's own
+        vectors end in."""
+        return {"weight": ""}
 
     @classmethod
     def _add_own(cls, linear: torch.nn.Module, row_map: RowMap, **what: Any) -> None:

@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
+from megatron_scalevec.execution.folds import register_fold
 from megatron_scalevec.fold import fold_weight, whole_row_map
 from megatron_scalevec.layers import common
 from megatron_scalevec.layers.linear import add_vectors, gamma_name
 from megatron_scalevec.vectors import compose_vector, keep_dtype
 
-__all__ = ["FoldedReplicated", "ScaleVecSharedExpertMLP", "ScaleVecTopKRouter"]
+__all__ = [
+    "FoldedReplicated",
+    "ScaleVecSharedExpertMLP",
+    "ScaleVecTopKRouter",
+    "VectorHoldingSharedExpertMLP",
+]
 
 
 class FoldedReplicated(common.Folded):
@@ -32,6 +38,7 @@ class FoldedReplicated(common.Folded):
     """
 
     scaled: ClassVar[str]  # the weight's name
+    holder: ClassVar[type | None] = None  # the class of a module with vectors whose weight is W_eff already
     _scalevec_gammas: tuple[str | None, str | None] = (None, None)
 
     def scaled_weights(self) -> list[torch.nn.Parameter]:
@@ -51,36 +58,43 @@ class FoldedReplicated(common.Folded):
         initial_gamma_in: torch.Tensor,
         reparam: str,
         dtype: torch.dtype | None,
+        in_optimizer: bool = False,
     ) -> None:
         """Give ``module`` its scale vectors: γ_in [hidden], γ_out [rows], where the branch is listed.
 
         Arguments as of :meth:`megatron_scalevec.layers.linear.FoldedLinear.convert`.
         """
-        module.__class__ = cls
         weight = getattr(module, cls.scaled)
         row_map = whole_row_map(branch, weight.shape[0])
+        what: dict[str, Any] = {
+            "site": site,
+            "layer": layer,
+            "in_branches": in_branches,
+            "out_branches": out_branches,
+            "initial_gamma_in": initial_gamma_in,
+            "reparam": reparam,
+            "dtype": dtype,
+            "like": weight,
+            "holder": "replicated",
+            "summed_by_megatron": True,
+        }
+        gammas = (
+            gamma_name("in", branch) if in_branches else None,
+            gamma_name("out", branch) if out_branches else None,
+        )
+        if in_optimizer:
+            module.__class__ = cls.holder or type(module)
+            add_vectors(module, row_map, **what)
+            # Every rank has the whole gradient of the weight by the time of the step.
+            register_fold(module, row_map, inner=gammas[:1], outer=gammas[1:], weight_name=cls.scaled)
+            return
+        module.__class__ = cls
         for name in ("branch_of_row", "slot_of_row"):
             module.register_buffer(
                 f"scalevec_{name}", getattr(row_map, name).to(weight.device), persistent=False
             )
-        module._scalevec_gammas = (
-            gamma_name("in", branch) if in_branches else None,
-            gamma_name("out", branch) if out_branches else None,
-        )
-        add_vectors(
-            module,
-            row_map,
-            site=site,
-            layer=layer,
-            in_branches=in_branches,
-            out_branches=out_branches,
-            initial_gamma_in=initial_gamma_in,
-            reparam=reparam,
-            dtype=dtype,
-            like=weight,
-            holder="replicated",
-            summed_by_megatron=True,
-        )
+        module._scalevec_gammas = gammas
+        add_vectors(module, row_map, **what)
 
     def input_vectors(self) -> list[str | None]:
         """As of :meth:`megatron_scalevec.layers.linear.FoldedLinear.input_vectors`."""
@@ -124,10 +138,22 @@ class ScaleVecTopKRouter(TopKRouter, FoldedReplicated):
         return self
 
 
+class VectorHoldingSharedExpertMLP(SharedExpertMLP):
+    """``SharedExpertMLP`` that holds the vectors of its gate, whose weight is W_eff."""
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """The base class's and the gate's vectors."""
+        return {
+            **super().sharded_state_dict(prefix, sharded_offsets, metadata),
+            **common.sharded_vectors(self, prefix, sharded_offsets, metadata, self.tp_group),
+        }
+
+
 class ScaleVecSharedExpertMLP(SharedExpertMLP, FoldedReplicated):
     """``SharedExpertMLP`` whose gate has scale vectors; those of its linears are the linears' own."""
 
     scaled = "gate_weight"
+    holder = VectorHoldingSharedExpertMLP
 
     def forward(self, hidden_states):
         """As the base class's, with W_eff for the gate."""

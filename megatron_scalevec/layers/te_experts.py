@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import (
 )
 
 from megatron_scalevec.fold import RowMap
-from megatron_scalevec.layers import te
+from megatron_scalevec.layers import common, te
 from megatron_scalevec.layers.linear import FoldedLinear, add_vectors
 from megatron_scalevec.vectors import vector_info
 
@@ -29,6 +29,7 @@ __all__ = [
     "GROUPED_LEAVES",
     "ScaleVecTEColumnParallelGroupedLinear",
     "ScaleVecTERowParallelGroupedLinear",
+    "grouped_leaf",
 ]
 
 _TAKES_WEIGHTS = "_get_weight_tensors"
@@ -54,12 +55,63 @@ _OBSTACLES: tuple[tuple[Callable[[Any], bool], str], ...] = (
 """What makes a grouped linear unfit, and what is said then."""
 
 
-class _TEGroupedFolded(te.HidesVectors, FoldedLinear):
-    """What the two have in common. A vector of expert i is stored as ``<name>_<i>``, i counting from 0 on
-    every rank."""
+class _HoldsVectors(te.HidesVectors):
+    """Mixin over a grouped linear that holds its experts' vectors, whoever forms W_eff. A vector of expert i
+    is stored as ``<name>_<i>``, i counting from 0 on every rank."""
+
+    class_prefix = "VectorHolding"
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Megatron's entries, which are the experts' weights one by one, and those of the vectors."""
+        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        found.update(self._sharded_vectors(prefix, sharded_offsets, metadata))
+        return found
+
+    def _sharded_vectors(self, prefix: str, sharded_offsets: tuple, metadata: dict | None) -> dict[str, Any]:
+        """Every expert's vectors with the expert axis that Megatron gives the weights, and without the
+        expert's index in the key: as ``SequentialMLP`` has them."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        groups = self._pg_collection
+        first = groups.ep.rank() * self.num_gemms
+        number = groups.ep.size() * self.num_gemms
+        own = {n: p for n, p in self.named_parameters(recurse=False) if vector_info(p) is not None}
+        found = {}
+        for name, parameter in own.items():
+            local, key = _split_name(name)
+            expert = first + local
+            if metadata.get("singleton_local_shards", False):
+                path, offsets = f"{expert}.{prefix}", sharded_offsets
+            else:
+                path, offsets = prefix, (*sharded_offsets, (len(sharded_offsets), expert, number))
+            [entry] = make_sharded_tensors_for_checkpoint(
+                {key: parameter},
+                path,
+                {},
+                offsets,
+                tp_group=self._tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
+            ).values()
+            entry.replica_id = (*entry.replica_id[:2], groups.expt_dp.rank())
+            found[f"{prefix}{name}"] = entry
+        return found
+
+
+class _TEGroupedFolded(_HoldsVectors, FoldedLinear):
+    """What the two have in common."""
 
     main_grad_flag = "fuse_wgrad_accumulation"
     _weights_were_taken = False
+
+    @staticmethod
+    def weights_of(linear):
+        """As the base class says: a weight per local expert."""
+        return {f"weight{expert}": f"_{expert}" for expert in range(linear.num_gemms)}
+
+    @classmethod
+    def _fold_in_optimizer(cls, linear, row_map, in_branches, out_branches, lender, groups):
+        super()._fold_in_optimizer(linear, row_map, in_branches, out_branches, lender, groups)
+        if lender is None:
+            linear.__class__ = common.mixed_class(_HoldsVectors, type(linear))
 
     def scaled_weights(self) -> list[torch.nn.Parameter]:
         """One per local expert."""
@@ -126,40 +178,6 @@ class _TEGroupedFolded(te.HidesVectors, FoldedLinear):
             )
         return result
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Megatron's entries, which are the experts' weights one by one, and those of the vectors."""
-        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        found.update(self._sharded_vectors(prefix, sharded_offsets, metadata))
-        return found
-
-    def _sharded_vectors(self, prefix: str, sharded_offsets: tuple, metadata: dict | None) -> dict[str, Any]:
-        """Every expert's vectors with the expert axis that Megatron gives the weights, and without the
-        expert's index in the key: as ``SequentialMLP`` has them."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        groups = self._pg_collection
-        first = groups.ep.rank() * self.num_gemms
-        number = groups.ep.size() * self.num_gemms
-        own = {n: p for n, p in self.named_parameters(recurse=False) if vector_info(p) is not None}
-        found = {}
-        for name, parameter in own.items():
-            local, key = _split_name(name)
-            expert = first + local
-            if metadata.get("singleton_local_shards", False):
-                path, offsets = f"{expert}.{prefix}", sharded_offsets
-            else:
-                path, offsets = prefix, (*sharded_offsets, (len(sharded_offsets), expert, number))
-            [entry] = make_sharded_tensors_for_checkpoint(
-                {key: parameter},
-                path,
-                {},
-                offsets,
-                tp_group=self._tp_group,
-                dp_cp_group=metadata["dp_cp_group"],
-            ).values()
-            entry.replica_id = (*entry.replica_id[:2], groups.expt_dp.rank())
-            found[f"{prefix}{name}"] = entry
-        return found
-
 
 def _split_name(name: str) -> tuple[int, str]:
     """``gamma_in_expert_up_12_alpha`` to (12, ``gamma_in_expert_up_alpha``)."""
@@ -185,3 +203,9 @@ GROUPED_LEAVES: dict[type, type[FoldedLinear]] = {
     TERowParallelGroupedLinear: ScaleVecTERowParallelGroupedLinear,
 }
 """Megatron's grouped classes to ours."""
+
+
+def grouped_leaf(linear: torch.nn.Module) -> type[FoldedLinear] | None:
+    """Our class for a grouped linear, converted or not; None where there is none."""
+    classes = type(linear).__mro__ if isinstance(linear, _HoldsVectors) else (type(linear),)
+    return next((GROUPED_LEAVES[cls] for cls in classes if cls in GROUPED_LEAVES), None)

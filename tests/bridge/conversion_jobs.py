@@ -28,14 +28,8 @@ def _one_rank() -> Iterator[None]:
 def _provider(kind: str, **more: Any):
     import small
     from megatron.bridge import AutoBridge
-    from megatron.bridge.models.gpt_provider import local_layer_spec
 
-    bridge = AutoBridge.from_hf_config(small.hf_config(kind))
-    provider = bridge.to_megatron_provider(load_weights=False)
-    for name, value in {**small.LOCAL, **more}.items():
-        setattr(provider, name, value)
-    provider.transformer_layer_spec = local_layer_spec
-    return bridge, provider
+    return AutoBridge.from_hf_config(small.hf_config(kind)), small.provider(kind, **more)
 
 
 def _build(provider) -> torch.nn.Module:
@@ -152,7 +146,7 @@ def two_models() -> dict[str, Any]:
         first = applied_config(_build(asked))
         _, stock = _provider("llama")
         second = applied_config(_build(stock))
-        _, gemma = _provider("gemma2", layernorm_zero_centered_gamma=False)
+        _, gemma = _provider("gemma2")
         kind = type(gemma).__name__
         container = _container("gemma2", gemma)
         apply(container, ScaleVecConfig(strategy="hg"))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["LOCAL", "hf_config", "recipe"]
+__all__ = ["FAMILIES", "LOCAL", "hf_config", "provider", "recipe"]
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -21,6 +22,48 @@ SIZES = {
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
+
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+    **_EXPERTS,
+}
+_HYBRID = {
+    "hybrid_override_pattern": "M*-M-",
+    "num_hidden_layers": 5,
+    "ssm_state_size": 4,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "chunk_size": 128,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, **_EXPERTS}),
+    "gemma2": ("Gemma2", {}),
+    "deepseek": ("DeepseekV3", _LATENT),
+    "nemotron_h": ("NemotronH", _HYBRID),
+}
+"""Kinds of models: the name in transformers, and what differs from :data:`SIZES`."""
+
+FIELDS: dict[str, dict[str, Any]] = {
+    # Megatron's local attention cannot scale by anything else, and its local norms have no γ − 1.
+    "gemma2": {"layernorm_zero_centered_gamma": False},
+    "deepseek": {"moe_shared_expert_overlap": False},
+    "nemotron_h": {"moe_shared_expert_overlap": False},
+}
+"""Fields of single kinds beside :data:`LOCAL`."""
 
 LOCAL = {
     "apply_rope_fusion": False,
@@ -49,34 +92,50 @@ LOCAL = {
 
 
 def hf_config(kind: str) -> Any:
-    """A small ``llama``, ``qwen3``, ``qwen3_moe`` or ``gemma2``, as Hugging Face describes it."""
+    """A small model of one of :data:`FAMILIES`, as Hugging Face describes it."""
     import transformers
 
-    name = {
-        "llama": "LlamaConfig",
-        "qwen3": "Qwen3Config",
-        "qwen3_moe": "Qwen3MoeConfig",
-        "gemma2": "Gemma2Config",
-    }[kind]
-    more = {}
-    if kind == "qwen3_moe":
-        more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-    config = getattr(transformers, name)(**SIZES, **more)
-    config.architectures = [name.replace("Config", "ForCausalLM")]
+    name, more = FAMILIES[kind]
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **more})
+    config.architectures = [f"{name}ForCausalLM"]
     return config
+
+
+def local_stack_spec() -> Any:
+    """The layers of a hybrid model, with plain torch for the kernels that a CPU lacks."""
+    from ranks import hybrids
+
+    hybrids.replace_kernels()
+    return hybrids.local_stack_spec()
+
+
+def _give_local_spec(provider: Any) -> None:
+    """Local layers where the provider's are TransformerEngine's; DeepSeek's choose by themselves."""
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+
+    if hasattr(provider, "hybrid_stack_spec"):
+        provider.hybrid_stack_spec = local_stack_spec
+    elif not isinstance(provider.transformer_layer_spec, functools.partial):
+        provider.transformer_layer_spec = local_layer_spec
+
+
+def provider(kind: str, **fields: Any) -> Any:
+    """What ``AutoBridge`` makes of :func:`hf_config`, with what a CPU can do."""
+    from megatron.bridge import AutoBridge
+
+    made = AutoBridge.from_hf_config(hf_config(kind)).to_megatron_provider(load_weights=False)
+    for name, value in {**LOCAL, **FIELDS.get(kind, {}), **fields}.items():
+        setattr(made, name, value)
+    _give_local_spec(made)
+    return made
 
 
 def recipe(kind: str, folder: Path, iterations: int = 4, **model: Any) -> Any:
     """Bridge's vanilla recipe with the model of that kind, cut down to what a CPU can do."""
-    from megatron.bridge import AutoBridge
-    from megatron.bridge.models.gpt_provider import local_layer_spec
     from megatron.bridge.recipes.gpt.vanilla_gpt import vanilla_gpt_pretrain_config
 
     container = vanilla_gpt_pretrain_config()
-    container.model = AutoBridge.from_hf_config(hf_config(kind)).to_megatron_provider(load_weights=False)
-    for name, value in {**LOCAL, **model}.items():
-        setattr(container.model, name, value)
-    container.model.transformer_layer_spec = local_layer_spec
+    container.model = provider(kind, **model)
     container.mixed_precision = None
     container.env_vars = {}
     container.dataset.seq_length = 32

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
-import sys
 from pathlib import Path
+
+from megatron_scalevec.lifetime import die_with_parent, prctl
 
 __all__ = ["adopt_orphans", "children", "die_with_parent", "end_children"]
 
 # <linux/prctl.h>
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, however that comes about.
-
-    A fork starts without that wish, an exec keeps it.
-    """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent has ended, so that none gets lost."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> list[int]:
@@ -50,11 +41,3 @@ def end_children() -> None:
         for pid in left:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, *map(ctypes.c_ulong, (value, 0, 0, 0))) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")

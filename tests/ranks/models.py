@@ -43,6 +43,13 @@ EXPERTS = {
         "moe_shared_expert_intermediate_size": 16,
         "moe_layer_freq": [0, 1],
     },
+    # Routed experts on latents, which takes TransformerEngine; a shared expert on the tokens themselves.
+    "latent": {
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 24,
+        "moe_latent_size": 20,
+        "moe_shared_expert_intermediate_size": 16,
+    },
 }
 """Arguments of :func:`build_gpt` for small models with experts. The router computes in float64."""
 for _overrides in EXPERTS.values():
@@ -266,6 +273,14 @@ def reference_of(model):
     def fc1_rows(tensor, branch):
         return tensor.chunk(2)[branch == "up"] if c.gated_linear_unit else tensor
 
+    def expert_rows(tensor, branch):
+        """Of grouped experts, where blocks of gate and up rows may take turns."""
+        turns = getattr(c, "moe_mlp_glu_interleave_size", None)
+        if not turns or not c.moe_grouped_gemm:
+            return fc1_rows(tensor, branch)
+        blocks = tensor.view(-1, 2, turns, *tensor.shape[1:])
+        return blocks[:, int(branch == "up")].flatten(0, 1)
+
     def norm(path, fused=None):
         """γ ⊙ Norm(x) + β, and a vector of ours on all of that. ``fused``: the linear it may be part of."""
         weight, beta, gamma = leaf(f"{path}.weight"), leaf(f"{path}.bias"), vector(f"{path}.gamma")
@@ -286,9 +301,9 @@ def reference_of(model):
 
     fc1_names = ("gate", "up") if c.gated_linear_unit else ("up",)
 
-    def dense(path, prefix="", owner=None):
+    def dense(path, prefix="", owner=None, rows=fc1_rows):
         return {
-            **branches(f"{path}.linear_fc1", fc1_names, fc1_rows, prefix, owner),
+            **branches(f"{path}.linear_fc1", fc1_names, rows, prefix, owner),
             **branches(f"{path}.linear_fc2", ("down",), lambda t, b: t, prefix, owner),
         }
 
@@ -300,9 +315,14 @@ def reference_of(model):
         paths = [f"{inner}.local_experts.{expert}" for expert in range(c.num_moe_experts)]
         found = {
             **branches(f"{path}.router", ("router",), whole),
-            "experts": [dense(p, "expert_", inner if held else None) for p in paths],
+            "experts": [dense(p, "expert_", inner if held else None, expert_rows) for p in paths],
             "bias": dict(model.named_buffers()).get(f"{path}.router.expert_bias"),
         }
+        if f"{path}.fc1_latent_proj.weight" in leaves:
+            found["latent"] = [
+                branches(f"{path}.{linear}", (branch,), whole)[branch]
+                for linear, branch in (("fc1_latent_proj", "latent_down"), ("fc2_latent_proj", "latent_up"))
+            ]
         if f"{path}.shared_experts.linear_fc1.weight" in leaves:
             found["shared"] = dense(f"{path}.shared_experts", "shared_")
         if f"{path}.shared_experts.gate_weight" in leaves:

@@ -25,6 +25,49 @@ def test_values_and_gradients_equal_the_reference(te_ranks, model, grouped):
         assert found["logits"] < 1e-6 and found["gradient"] < 1e-5, (case, found)
 
 
+LATENT_FORMS = [
+    {"strategy": "hg"},
+    {"strategy": "none"},
+    {"strategy": "iwd"},
+    {"strategy": "unified", "sites": ("attention", "mlp", "head", "projections")},
+    {"strategy": "dp", "experts": "shared", "sites": ("attention", "mlp", "head", "projections")},
+    {"strategy": "or", "placement": "dual"},
+    {"strategy": "post-qkv", "reparam": "unit", "branches_off": ("latent_down",)},
+]
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "sequential"])
+def test_experts_on_latents_equal_the_reference(te_ranks, grouped):
+    """The norm feeds the projection to the latents; the experts' own maps count as projections."""
+    overrides = {"moe_grouped_gemm": grouped}
+    cases = [
+        {"kind": "llama", "config": form, "experts": "latent", "overrides": overrides}
+        for form in LATENT_FORMS
+    ]
+    [results] = te_ranks.run("compare_with_reference", cases=cases)
+    for case, found in zip(cases, results):
+        assert found["start"] == 0.0 or case["config"]["strategy"] == "unified", case
+        assert found["logits"] < 1e-6 and found["gradient"] < 1e-5, (case, found)
+
+
+@pytest.mark.parametrize("model", ["mixtral", "latent"])
+def test_gate_and_up_rows_that_take_turns_equal_the_reference(te_ranks, model):
+    """In blocks of four rows; an expert that is a module of its own has its rows in the ordinary order."""
+    cases = [
+        {
+            "kind": "llama",
+            "config": {"sites": ("attention", "mlp", "head", "projections"), **form},
+            "experts": model,
+            "overrides": {"moe_grouped_gemm": grouped, "moe_mlp_glu_interleave_size": 4},
+        }
+        for grouped in (True, False)
+        for form in ({"strategy": "unified"}, {"strategy": "dp", "experts": "shared", "reparam": "unit"})
+    ]
+    [results] = te_ranks.run("compare_with_reference", cases=cases)
+    for case, found in zip(cases, results):
+        assert found["logits"] < 1e-6 and found["gradient"] < 1e-5, (case, found)
+
+
 @pytest.mark.parametrize("config", [FORMS[1], FORMS[2], FORMS[4]], ids=["unified", "one-set", "dp"])
 @pytest.mark.parametrize(
     ("ranks_of", "sizes"),

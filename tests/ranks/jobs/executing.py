@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -84,13 +85,14 @@ def _train(
     **case: Any,
 ) -> dict[str, Any]:
     from megatron_scalevec.execution.optimizer import engine_of, execute_in_optimizer
+    from megatron_scalevec.layers.common import Folded
 
     gpt, wrapped, stepper = _build(mode, sequence_parallel, sizes, **case)
     record: dict[str, Any] = {"losses": [], "norms": [], "check": None}
     if mode == "optimizer":
         execute_in_optimizer(stepper, [wrapped])
         stepper.reload_model_params()
-        assert type(gpt.decoder.layers[0].mlp.linear_fc1).__name__ == "ColumnParallelLinear"
+        assert not any(isinstance(module, Folded) for module in gpt.modules())
         _record_check(engine_of(stepper), record)
         if fault:
             FAULTS[fault](stepper, wrapped)
@@ -116,6 +118,8 @@ def _build(
     *,
     config: dict[str, Any] | None,
     kind: str = "llama",
+    experts: str | None = None,
+    without_tokens: int | None = None,
     precision: str = "exact",
     distributed: bool = True,
     overlap: bool = False,
@@ -135,12 +139,17 @@ def _build(
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
     from megatron_scalevec.decay import with_decaying_vectors
     from megatron_scalevec.execution.folds import fold_live_weights
-    from ranks.models import build_gpt
+    from ranks.models import EXPERTS, build_gpt
 
     dtype = torch.float32 if precision == "exact" else torch.bfloat16
     tp = parallel_state.get_tensor_model_parallel_rank(), sizes.get("tensor_model_parallel_size", 1)
     strategy = ScaleVecConfig() if config is None else ScaleVecConfig(**config, execution=mode)
-    gpt = build_gpt(kind, dtype, sequence_parallel=sequence_parallel, **sizes, **(model or {}))
+    settings = {"kind": kind, "sequence_parallel": sequence_parallel, **EXPERTS.get(experts, {})}
+    gpt = build_gpt(dtype=dtype, **{**settings, **sizes, **(model or {})})
+    if without_tokens is not None:
+        for name, bias in gpt.named_buffers():
+            if name.endswith("expert_bias"):
+                bias[without_tokens] = -1e4
     apply_scale_vectors(gpt, strategy)
     fill_by_name(gpt, *tp)
     fold_live_weights(gpt)
@@ -156,7 +165,7 @@ def _build(
         ),
         gpt,
     )
-    settings = OptimizerConfig(
+    steps = OptimizerConfig(
         optimizer=optimizer,
         lr=3e-3,
         weight_decay=0.1,
@@ -164,11 +173,11 @@ def _build(
         bf16=True,
         use_distributed_optimizer=distributed,
     )
-    overrides = with_decaying_vectors(get_standard_config_overrides(settings), strategy.weight_decay)
+    overrides = with_decaying_vectors(get_standard_config_overrides(steps), strategy.weight_decay)
     with _separate_masters() if precision == "exact" else contextlib.nullcontext():
-        stepper = get_megatron_optimizer(settings, [wrapped], config_overrides=overrides)
+        stepper = get_megatron_optimizer(steps, [wrapped], config_overrides=overrides)
     for group in stepper.param_groups:
-        group["lr"] = settings.lr
+        group["lr"] = steps.lr
     return gpt, wrapped, stepper
 
 
@@ -342,11 +351,11 @@ def _errors(one, state: dict[str, Any]) -> dict[str, float]:
             terms[scalar] = float(ours[whole].norm() * leaves[whole].detach().norm())
     for part, leaf in leaves.items():
         expected = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-        if one.tp_group is not None:
-            torch.distributed.all_reduce(expected, group=one.tp_group)
+        for group in one.groups:
+            torch.distributed.all_reduce(expected, group=group)
         # A scalar's gradient is a sum in which much may cancel: measured against the size of its terms.
         scale = max(float(expected.abs().max()), terms.get(part, 0.0))
-        worst["vectors"] = max(worst["vectors"], float((ours[part] - expected).abs().max()) / scale)
+        worst["vectors"] = max(worst["vectors"], _ratio(ours[part] - expected, scale))
     return worst
 
 
@@ -365,7 +374,14 @@ def _effective(raw: torch.Tensor, fold, value) -> torch.Tensor:
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+    return _ratio(found - expected, float(expected.abs().max()))
+
+
+def _ratio(difference: torch.Tensor, scale: float) -> float:
+    """The largest entry in units of ``scale``; where that is zero, as in experts without tokens, only zero
+    is right."""
+    largest = float(difference.abs().max())
+    return largest / scale if scale and math.isfinite(largest) else float("inf") if largest else 0.0
 
 
 def _live_is_folded(engine) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from typing import Any
 
@@ -41,6 +42,10 @@ def arguments_of(config: Any, strategy: Any = None) -> argparse.Namespace:
         apply_layernorm_1p=config.layernorm_zero_centered_gamma,
         attention_output_gate=bool(getattr(config, "attention_output_gate", False)),
     )
+    names = ["multi_latent_attention", "heterogeneous_layers_config_encoded_json", "mtp_num_layers"]
+    names += ["kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
+    for name in names:
+        setattr(args, name, getattr(config, name, None))
     for key, value in (strategy.as_arguments() if strategy is not None else {}).items():
         setattr(args, key, value)
     return args
@@ -54,7 +59,9 @@ def save(model: torch.nn.Module, folder: str, strategy: Any = None) -> None:
     if torch.distributed.get_rank() == 0:
         os.makedirs(target)
     torch.distributed.barrier()
-    state = {**model.sharded_state_dict(), "args": arguments_of(model.config, strategy), "iteration": 7}
+    args = arguments_of(model.config, strategy)
+    args.hybrid_layer_pattern = getattr(model, "hybrid_layer_pattern", None)
+    state = {**model.sharded_state_dict(), "args": args, "iteration": 7}
     dist_checkpointing.save(state, target)
     if torch.distributed.get_rank() == 0:
         with open(os.path.join(folder, "latest_checkpointed_iteration.txt"), "w") as file:
@@ -73,10 +80,12 @@ def load(model: torch.nn.Module, folder: str, strict: str = "raise_all") -> None
 
 def _build(kind: str, config: dict[str, Any] | None, dtype: str, overrides: dict[str, Any] | None):
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from ranks.hybrids import BUILDERS
     from ranks.models import EXPERTS, build_gpt
 
     more = {**EXPERTS.get(kind, {}), **(overrides or {})}
-    model = build_gpt("llama" if kind in EXPERTS else kind, getattr(torch, dtype), **more)
+    build = BUILDERS.get(kind, functools.partial(build_gpt, "llama" if kind in EXPERTS else kind))
+    model = build(dtype=getattr(torch, dtype), **more)
     strategy = ScaleVecConfig(**config) if config else None
     if strategy is not None:
         apply_scale_vectors(model, strategy)

@@ -1,0 +1,212 @@
+"""What a study is made of, and the checks that come before anything is created."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_scalevec.demo import options as demo
+from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.study.arms import Arm, read_arm
+
+__all__ = ["BASELINE", "OPTIMIZERS", "Options", "parse", "parser"]
+
+BASELINE = demo.BASELINE
+OPTIMIZERS = {"adam": "AdamW", "muon": "Muon"}
+_ARMS = "stock,hg,unified,unified-foldable,unified+branches-off=v"
+_RATES = {"adam": (2e-3, 4e-3, 8e-3), "muon": (4e-3, 8e-3, 1.6e-2)}
+_TUNING_SEED = 99
+
+
+@dataclass(frozen=True)
+class Options:
+    """The choices of a study, checked."""
+
+    arms: tuple[Arm, ...]
+    optimizers: tuple[str, ...]
+    seeds: tuple[int, ...]
+    rates: dict[str, tuple[float, ...]]
+    """Optimizer to the learning rates tried, rising."""
+    widen: int
+    """How many rates may be added at an edge of ``rates`` where the best one lies there."""
+    steps: int
+    tuning_steps: int
+    tuning_seed: int
+    batch_size: int
+    seq_length: int
+    layers: int
+    hidden_size: int
+    weight_decay: float
+    save_interval: int
+    text: tuple[Path, ...] | None
+    text_bytes: int
+    jobs: int | None
+    out: Path
+    report_only: bool = False
+
+    def run_options(self, rate: float, steps: int) -> demo.Options:
+        """The demo's options for one run of the study."""
+        return demo.Options(
+            strategies=(),
+            seeds=(),
+            steps=steps,
+            batch_size=self.batch_size,
+            seq_length=self.seq_length,
+            layers=self.layers,
+            hidden_size=self.hidden_size,
+            learning_rate=rate,
+            weight_decay=self.weight_decay,
+            tensor_parallel=1,
+            text=self.text,
+            text_bytes=self.text_bytes,
+            out=self.out,
+            jobs=self.jobs,
+        )
+
+    def fixed(self) -> dict[str, Any]:
+        """What must stay as it is while a study goes on; arms, optimizers and seeds may be added."""
+        names = (
+            "steps tuning_steps tuning_seed batch_size seq_length layers hidden_size weight_decay text_bytes"
+        )
+        values = {name: getattr(self, name) for name in names.split()}
+        values["text"] = None if self.text is None else [str(path) for path in self.text]
+        return values
+
+    def record(self) -> dict[str, Any]:
+        """Everything that the report needs, as JSON can hold it."""
+        return {
+            **self.fixed(),
+            "arms": [arm.label for arm in self.arms],
+            "optimizers": list(self.optimizers),
+            "seeds": list(self.seeds),
+            "rates": {name: list(rates) for name, rates in self.rates.items()},
+            "widen": self.widen,
+            "save_interval": self.save_interval,
+        }
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``scalevec study``."""
+    made = demo.SentenceParser(
+        prog="scalevec study",
+        description=(
+            "Train a small GPT with Megatron's own loop under every arm, optimizer and seed, each arm at the "
+            "learning rate that is best for it, and report means, intervals and what they allow to say. A "
+            "study that was stopped, or killed, goes on where it was when the same command is given again."
+        ),
+        epilog=(
+            "An arm is a strategy, or a strategy with components changed: unified+branches-off=v is unified "
+            "without vectors and norm on v. The learning rate is tuned on one seed that is not used again; "
+            "where the best rate is the lowest or highest, the next one is tried."
+        ),
+    )
+    what = made.add_argument_group("what is compared")
+    what.add_argument(
+        "--arms",
+        metavar="ARM,...",
+        default=_ARMS,
+        help="stock is always among them (default: %(default)s)",
+    )
+    what.add_argument(
+        "--optimizers",
+        metavar="NAME,...",
+        default="adam",
+        help="of " + ", ".join(OPTIMIZERS) + " (default: %(default)s)",
+    )
+    what.add_argument(
+        "--seeds", metavar="N|SEED,...", default="3", help="as for scalevec demo (default: %(default)s)"
+    )
+    what.add_argument(
+        "--rates",
+        metavar="[OPTIMIZER=]RATE,...",
+        nargs="+",
+        default=[],
+        help="learning rates to try, for all optimizers or for one; a single one is taken untuned (default: "
+        + ", ".join(f"{name}={','.join(f'{rate:g}' for rate in rates)}" for name, rates in _RATES.items())
+        + ")",
+    )
+    what.add_argument(
+        "--widen",
+        metavar="N",
+        type=int,
+        default=2,
+        help="rates to add at most where the best one is the lowest or highest (default: %(default)s)",
+    )
+    demo.add_text(made)
+    size = demo.add_size(made, steps=400)
+    for flag, default, text in (
+        ("--tuning-steps", 150, "steps of the runs that tune the learning rate"),
+        ("--tuning-seed", _TUNING_SEED, "their seed, none of --seeds"),
+        ("--save-interval", 50, "steps between checkpoints: what a kill loses at most"),
+    ):
+        size.add_argument(flag, metavar="N", type=int, default=default, help=f"{text} (default: %(default)s)")
+    where = made.add_argument_group("where it runs")
+    where.add_argument(
+        "--jobs", metavar="N", type=int, help="runs at a time (default: as many as there are cores, or GPUs)"
+    )
+    where.add_argument(
+        "--out",
+        metavar="FOLDER",
+        type=Path,
+        default=Path("runs/study"),
+        help="the study's folder; one that is there goes on (default: %(default)s)",
+    )
+    where.add_argument("--report-only", action="store_true", help="report what is there and start nothing")
+    return made
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Read and check the command line; touches no file.
+
+    Raises:
+        ScaleVecError: Something cannot be done as asked.
+    """
+    args = parser().parse_args(list(argv))
+    demo.check_size(args, "tuning_steps", "tuning_seed", "save_interval", "jobs")
+    if args.widen < 0:
+        raise ScaleVecError(f"--widen {args.widen} must be at least 0.")
+    seeds = demo.seeds_in(args.seeds)
+    if args.tuning_seed in seeds:
+        raise ScaleVecError(
+            f"--tuning-seed {args.tuning_seed} is one of --seeds: an arm would be judged where it was tuned; "
+            "give another."
+        )
+    arms = [read_arm(text) for text in demo.names_in(args.arms)]
+    arms = list({arm.label: arm for arm in arms if arm.label != BASELINE}.values())
+    optimizers = demo.names_in(args.optimizers)
+    for name in optimizers:
+        if name not in OPTIMIZERS:
+            raise ScaleVecError(f"--optimizers {name!r}: choose among {', '.join(OPTIMIZERS)}.")
+    if not optimizers:
+        raise ScaleVecError(f"--optimizers is empty: name some of {', '.join(OPTIMIZERS)}.")
+    given = {field.name for field in dataclasses.fields(Options)} & set(vars(args))
+    values = {name: getattr(args, name) for name in given}
+    values |= {
+        "arms": (Arm(BASELINE, BASELINE), *arms),
+        "optimizers": tuple(optimizers),
+        "seeds": seeds,
+        "rates": {name: rates for name, rates in _rates(args.rates).items() if name in optimizers},
+        "text": None if args.text is None else tuple(args.text),
+    }
+    return Options(**values)
+
+
+def _rates(given: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    found = dict(_RATES)
+    for text in given:
+        name, equals, numbers = text.rpartition("=")
+        if equals and name not in OPTIMIZERS:
+            raise ScaleVecError(f"--rates {text}: {name!r} is none of {', '.join(OPTIMIZERS)}.")
+        try:
+            rates = tuple(sorted({float(part) for part in demo.names_in(numbers)}))
+        except ValueError:
+            rates = ()
+        if not rates or not all(0 < rate < math.inf for rate in rates):
+            raise ScaleVecError(f"--rates {text}: give positive numbers with commas between them.")
+        found.update({key: rates for key in ([name] if equals else OPTIMIZERS)})
+    return found

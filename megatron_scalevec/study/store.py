@@ -1,0 +1,153 @@
+"""A study's folder: what it is a study of, the results of its runs, and who may write there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_scalevec.demo.report import write_report
+from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.study.options import Options
+
+__all__ = ["KIND", "Store"]
+
+KIND = "scalevec study"
+_DESCRIPTION = "study.json"
+_LOCK = "lock"
+
+
+@dataclass(frozen=True)
+class Store:
+    """The folder ``scalevec study --out`` names.
+
+    ``data`` holds the text, ``logs`` and ``audits`` what runs wrote, ``results`` one file for each run that
+    has ended, ``work`` the checkpoints of those that have not.
+    """
+
+    folder: Path
+
+    @property
+    def description(self) -> Path:
+        """What this is a study of."""
+        return self.folder / _DESCRIPTION
+
+    def work(self, name: str) -> Path:
+        """Where a run keeps what nobody needs once it has ended."""
+        return self.folder / "work" / name
+
+    def open(self, options: Options, text: dict[str, Any], versions: dict[str, str]) -> None:
+        """Create the folder, or check that the study in it is this one.
+
+        Args:
+            options: The study's.
+            text: The text's description, its ``sha256`` among it.
+            versions: The versions that the runs will have.
+
+        Raises:
+            ScaleVecError: The folder holds something else, or a study that differs in what must not change.
+        """
+        known = self.describe()
+        if known is None:
+            if self.folder.exists() and any(self.folder.iterdir()):
+                raise ScaleVecError(
+                    f"--out {self.folder} is not empty and holds no study, so it is left alone; name another "
+                    "folder."
+                )
+        else:
+            self._require_same(known, options, text, versions)
+        try:
+            for name in ("data", "logs", "audits", "results", "work"):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ScaleVecError(f"--out {self.folder} cannot be created: {error}.") from None
+
+    def describe(self) -> dict[str, Any] | None:
+        """What the folder is a study of; None if there is none.
+
+        Raises:
+            ScaleVecError: ``study.json`` is there and is none of ours.
+        """
+        try:
+            known = json.loads(self.description.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ScaleVecError(f"{self.description} cannot be read: {error}.") from None
+        if not isinstance(known, dict) or known.get("kind") != KIND:
+            raise ScaleVecError(f"{self.description} is no description of a study; name another --out.")
+        return known
+
+    def _require_same(
+        self, known: dict[str, Any], options: Options, text: dict[str, Any], versions: dict[str, str]
+    ) -> None:
+        pairs = [("--" + k.replace("_", "-"), known["options"][k], v) for k, v in options.fixed().items()]
+        pairs += [("the text's sha256", known["text"]["sha256"], text["sha256"])]
+        pairs += [(name, known["versions"][name], version) for name, version in versions.items()]
+        changed = [f"{name} was {old}, is {new}" for name, old, new in pairs if old != new]
+        if changed:
+            raise ScaleVecError(
+                f"--out {self.folder} holds a study with other settings ({'; '.join(changed)}), and runs of "
+                "both would not be comparable: give the same, or name another folder. Arms, optimizers, "
+                "seeds and learning rates may be added."
+            )
+
+    def save_description(self, options: Options, **more: Any) -> None:
+        """Write ``study.json``."""
+        _replace(self.description, {"kind": KIND, "options": options.record(), **more})
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """The results of the runs that have ended, by name."""
+        found = {}
+        for path in sorted((self.folder / "results").glob("*.json")):
+            result = json.loads(path.read_text(encoding="utf-8"))
+            found[result["name"]] = result
+        return found
+
+    def losses(self) -> dict[str, float]:
+        """Final validation losses by name of the run, NaN where it diverged."""
+        return {
+            name: math.nan if result["final_validation_loss"] is None else result["final_validation_loss"]
+            for name, result in self.results().items()
+        }
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Keep a run's result; its checkpoints go."""
+        _replace(self.folder / "results" / f"{result['name']}.json", result)
+        shutil.rmtree(self.work(result["name"]), ignore_errors=True)
+
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[int]:
+        """Be the only one who writes here; gives a file descriptor that runs hold open as well.
+
+        So a study that was killed does not go on while a run of it is still alive.
+
+        Raises:
+            ScaleVecError: Another process is at it.
+        """
+        descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ScaleVecError(
+                    f"--out {self.folder} is in use by another study, or by a run of one that was ended a "
+                    "moment ago; wait for it, or name another folder."
+                ) from None
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def _replace(path: Path, value: dict[str, Any]) -> None:
+    """Write JSON so that a reader finds the old or the new file, whole."""
+    draft = path.with_name(path.name + ".new")
+    write_report(value, draft)
+    os.replace(draft, path)
