@@ -9,7 +9,7 @@ import torch
 from megatron_scalevec.checkpoint.keys import GUARD, GUARD_SHAPE, WEIGHT, raw_key
 from megatron_scalevec.execution.folds import folds_of, own_folds
 from megatron_scalevec.layers.common import Folded, mixed_class
-from megatron_scalevec.layers.linear import FoldedLinear, leaf_class
+from megatron_scalevec.layers.linear import group_sharing
 from megatron_scalevec.layers.norm import ScaledNorm
 from megatron_scalevec.vectors import was_added
 
@@ -30,13 +30,13 @@ def scaled_weights(model: torch.nn.Module) -> dict[str, Any]:
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, Folded):
-            group = module.group_of(module) if isinstance(module, FoldedLinear) else None
+            group = group_sharing(module)
             scaled = module.scaled_weights()
             for name, param in module.named_parameters(recurse=False):
                 if any(param is weight for weight in scaled):
                     found[f"{path}.{name}"] = group
         for fold in own_folds(module):
-            found[f"{path}.{fold.weight_name}"] = fold.tp_group
+            found[f"{path}.{fold.weight_name}"] = group_sharing(module)
     return found
 
 
@@ -64,8 +64,7 @@ def foreign_weights(model: torch.nn.Module, execution: str) -> dict[str, Any]:
             norms = (getattr(module, f"{branch}_layernorm", None) for branch in "qkv")
             weights = (getattr(norm, WEIGHT, None) for norm in norms)
             if any(weight is not None and was_added(weight) for weight in weights):
-                linear = module.linear_qkv
-                found[f"{path}.linear_qkv.{WEIGHT}"] = leaf_class(linear).group_of(linear)
+                found[f"{path}.linear_qkv.{WEIGHT}"] = group_sharing(module.linear_qkv)
     return found
 
 

@@ -20,6 +20,7 @@ from megatron_scalevec.execution.folds import Fold, Vector
 from megatron_scalevec.execution.members import Member, Shard
 from megatron_scalevec.execution.shard import Scales
 from megatron_scalevec.execution.table import VectorTable
+from megatron_scalevec.layers.linear import group_sharing
 
 __all__ = ["Engine", "FoldSet"]
 
@@ -236,7 +237,7 @@ class Engine:
         """The folded weights that one optimizer of the chain steps, with the tensor-parallel group that
         shares each (None where every rank holds it whole)."""
         return {
-            fold.weight: fold.tp_group
+            fold.weight: group_sharing(fold.owner)
             for one in self.sets
             if one.weights.optimizer is optimizer
             for fold in one.folds

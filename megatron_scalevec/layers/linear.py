@@ -22,6 +22,7 @@ __all__ = [
     "ScaleVecRowParallelLinear",
     "add_vectors",
     "gamma_name",
+    "group_sharing",
     "leaf_class",
     "sharding_of",
     "unsharded_sizes",
@@ -348,6 +349,12 @@ def leaf_class(linear: torch.nn.Module) -> type[FoldedLinear] | None:
 
         return te.LEAVES.get(type(linear))
     return LEAVES.get(type(linear))
+
+
+def group_sharing(module: torch.nn.Module) -> Any:
+    """The tensor-parallel group that shares a module's weights, None where every rank holds them whole."""
+    leaf = leaf_class(module)
+    return None if leaf is None else leaf.group_of(module)
 
 
 def sharding_of(linear: torch.nn.Module) -> tuple[int, int]:
