@@ -90,6 +90,30 @@ def test_five_and_five_steps_are_ten(ranks, saved, layout, form, flags):
     assert any(run["moments"] for run in whole) and whole[-1]["losses"]
 
 
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        ("llama", ["--optimizer", "muon"]),
+        ("deepseek-v3", ["--expert-model-parallel-size", "2", "--scalevec-experts", "shared"]),
+    ],
+    ids=["layer-wise", "deepseek-v3"],
+)
+def test_five_and_five_steps_of_several_optimizers_are_ten(ranks, tmp_path, model, arguments):
+    """Where weights and vectors have different optimizers; losses, norms, vectors and moments, bit by bit."""
+    argv = tiny_gpt(
+        model, "--bf16", *DISTRIBUTED, *arguments, "--scalevec-strategy", "unified", *IN_OPTIMIZER
+    )
+    whole = ranks.run("train", 2, argv=[*argv, "--save", str(tmp_path), "--save-interval", "5"])
+    resumed = ranks.run("train", 2, argv=[*argv, "--load", str(tmp_path), "--ckpt-step", "5"], by_name=False)
+    for first, second in zip(whole, resumed):
+        assert len(first["losses"]) == 10 and first["audit"]["execution"] == "optimizer"
+        assert second["losses"] == first["losses"][5:]
+        assert second["grad_norms"] == first["grad_norms"][5:]
+        assert second["moments"] == first["moments"] and first["moments"]
+        for name, vector in first["vectors"].items():
+            np.testing.assert_array_equal(second["vectors"][name], vector, err_msg=name)
+
+
 @pytest.mark.parametrize("layout", ["serial", "pp2", "cp2", "dp2-distopt"])
 def test_resuming_in_another_layout(ranks, saved, layout):
     """Without rounding of the live weights, which would hide an error."""

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from ranks.arguments import LAYOUTS, tiny_gpt
+from ranks.arguments import EXPERT_LAYOUTS, LAYOUTS, tiny_gpt
+from ranks.pool import RankFailure
 
 pytestmark = pytest.mark.needs_training
 
@@ -12,9 +13,13 @@ IN_OPTIMIZER = ["--scalevec-execution", "optimizer"]
 FOLDABLE = ["--scalevec-strategy", "unified-foldable", *IN_OPTIMIZER]
 
 
-def _modes(ranks, layout, *flags, strategy="unified", job="train_unrounded"):
-    world_size, arguments = LAYOUTS[layout]
-    argv = tiny_gpt("llama", "--bf16", *arguments, *flags, "--scalevec-strategy", strategy)
+ALL_LAYOUTS = {**EXPERT_LAYOUTS, **LAYOUTS, "dp2": (2, DISTRIBUTED)}
+EVALUATING = ["--eval-interval", "3", "--eval-iters", "1"]
+
+
+def _modes(ranks, layout, *flags, strategy="unified", job="train_unrounded", model="llama"):
+    world_size, arguments = ALL_LAYOUTS[layout]
+    argv = tiny_gpt(model, "--bf16", *arguments, *flags, "--scalevec-strategy", strategy)
     autograd = ranks.run(job, world_size, argv=[*argv, "--scalevec-execution", "autograd"])[-1]
     optimizer = ranks.run(job, world_size, argv=[*argv, *IN_OPTIMIZER])[-1]
     assert autograd["audit"]["execution"] == "autograd"
@@ -26,7 +31,7 @@ def _modes(ranks, layout, *flags, strategy="unified", job="train_unrounded"):
     ("layout", "flags"),
     [
         ("pp2", OVERLAP),
-        ("pp2-vpp", OVERLAP),
+        ("pp2-vpp", [*OVERLAP, *EVALUATING]),
         ("cp2", DISTRIBUTED),
         ("dp2-distopt", ["--global-batch-size", "16", "--mtp-num-layers", "1"]),
         ("tp4", []),
@@ -38,6 +43,30 @@ def test_both_modes_in_a_layout(ranks, layout, flags):
     """Losses and clipped gradient norms of ten iterations, without rounding between the modes."""
     optimizer, autograd = _modes(ranks, layout, *flags)
     assert len(optimizer["losses"]) == len(autograd["losses"]) > 3
+    np.testing.assert_allclose(optimizer["losses"], autograd["losses"], rtol=2e-6)
+    np.testing.assert_allclose(optimizer["grad_norms"], autograd["grad_norms"], rtol=2e-5)
+    # Between a step and the gathering of its parameters, which the next forward pass would wait for.
+    assert len(optimizer["evaluations"]) == (3 if EVALUATING[0] in flags else 0)
+    np.testing.assert_allclose(optimizer["evaluations"], autograd["evaluations"], rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "flags"),
+    [
+        # Weights step first and are gathered after their vectors have stepped.
+        ("dp2", "llama", ["--optimizer", "muon"]),
+        ("dp2-distopt", "llama", ["--optimizer", "lion"]),
+        # One layer-wise optimizer for both.
+        ("dp2", "llama", ["--optimizer", "muon", "--no-use-layer-wise-param-layout"]),
+        # Latent attention, multi-token prediction, experts and a shared one.
+        ("ep2-distopt", "deepseek-v3", ["--scalevec-experts", "shared"]),
+    ],
+    ids=["muon", "lion-overlaps", "muon-one-optimizer", "deepseek-v3"],
+)
+def test_weights_and_vectors_of_different_optimizers(ranks, layout, model, flags):
+    """Layer by layer over data-parallel ranks, or shared by experts: losses and norms without rounding."""
+    optimizer, autograd = _modes(ranks, layout, *flags, model=model)
+    assert len(optimizer["losses"]) == len(autograd["losses"]) == 10
     np.testing.assert_allclose(optimizer["losses"], autograd["losses"], rtol=2e-6)
     np.testing.assert_allclose(optimizer["grad_norms"], autograd["grad_norms"], rtol=2e-5)
 

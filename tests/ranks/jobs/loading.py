@@ -54,13 +54,13 @@ def _load_in_both(
         again, wrapped, stepper = _ready(mode, sizes, **case)
         with contextlib.ExitStack() as stack:
             if mode != written_by:
-                stack.enter_context(loading_other_execution([wrapped], stepper, written_by))
+                stack.enter_context(loading_other_execution(wrapped, stepper, written_by))
             _load(folder, again, stepper, form)
         engine = engine_of(stepper)
         result["live"] = _live_is_folded(engine) if engine is not None else result.get("live")
         result[mode] = [_step(wrapped, stepper, step)[0] for step in (2, 3)]
     if written_by == "optimizer":
-        stock, wrapped, stepper = _build("autograd", False, sizes, **{**case, "config": None})
+        [stock], wrapped, stepper = _build("autograd", False, sizes, **{**case, "config": None})
         _load(folder, stock, None, form)
         result["model"] = float((_logits(stock) - logits).abs().max() / logits.abs().max())
         for strictness in ("raise_all", "log_all", "ignore_all"):
@@ -123,7 +123,7 @@ def revive_by_autograd(folder: str, reparam: str) -> dict[str, bool]:
     logits = _logits(gpt)
     _save(folder, gpt, None, "plain")
     again, wrapped, stepper = _ready("autograd", {}, **case)
-    with loading_other_execution([wrapped], stepper, "optimizer"):
+    with loading_other_execution(wrapped, stepper, "optimizer"):
         _load(folder, again, None, "plain")
         stepper.reload_model_params()
     linear = again.decoder.layers[0].mlp.linear_fc1
@@ -140,9 +140,9 @@ def revive_by_autograd(folder: str, reparam: str) -> dict[str, bool]:
 def _ready(mode: str, sizes: dict[str, int], **case: Any):
     from megatron_scalevec.execution.optimizer import execute_in_optimizer
 
-    gpt, wrapped, stepper = _build(mode, False, sizes, **case)
+    [gpt], wrapped, stepper = _build(mode, False, sizes, **case)
     if mode == "optimizer":
-        execute_in_optimizer(stepper, [wrapped])
+        execute_in_optimizer(stepper, wrapped)
         stepper.reload_model_params()
     return gpt, wrapped, stepper
 
