@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from ranks.arguments import EXPERT_LAYOUTS, LAYOUTS, tiny_gpt
-from ranks.pool import RankFailure
 
 pytestmark = pytest.mark.needs_training
 

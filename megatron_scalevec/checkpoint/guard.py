@@ -10,7 +10,7 @@ from megatron_scalevec.checkpoint.joined import parts_of_joined, store_joined
 from megatron_scalevec.checkpoint.keys import GUARD, GUARD_SHAPE, WEIGHT, raw_key
 from megatron_scalevec.execution.folds import folds_of, own_folds
 from megatron_scalevec.layers.common import Folded, mixed_class
-from megatron_scalevec.layers.linear import group_sharing
+from megatron_scalevec.layers.linear import FoldedLinear, leaf_class
 from megatron_scalevec.layers.norm import ScaledNorm
 from megatron_scalevec.vectors import was_added
 
@@ -31,13 +31,13 @@ def scaled_weights(model: torch.nn.Module) -> dict[str, Any]:
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, Folded):
-            group = group_sharing(module)
+            group = module.group_of(module) if isinstance(module, FoldedLinear) else None
             scaled = module.scaled_weights()
             for name, param in module.named_parameters(recurse=False):
                 if any(param is weight for weight in scaled):
                     found[f"{path}.{name}"] = group
         for fold in own_folds(module):
-            found[f"{path}.{fold.weight_name}"] = group_sharing(module)
+            found[f"{path}.{fold.weight_name}"] = fold.tp_group
     return found
 
 
@@ -65,7 +65,8 @@ def foreign_weights(model: torch.nn.Module, execution: str) -> dict[str, Any]:
             norms = (getattr(module, f"{branch}_layernorm", None) for branch in "qkv")
             weights = (getattr(norm, WEIGHT, None) for norm in norms)
             if any(weight is not None and was_added(weight) for weight in weights):
-                found[f"{path}.linear_qkv.{WEIGHT}"] = group_sharing(module.linear_qkv)
+                linear = module.linear_qkv
+                found[f"{path}.linear_qkv.{WEIGHT}"] = leaf_class(linear).group_of(linear)
     return found
 
 

@@ -20,7 +20,6 @@ from megatron_scalevec.execution.folds import Fold, Vector
 from megatron_scalevec.execution.members import Member, Shard
 from megatron_scalevec.execution.shard import Scales
 from megatron_scalevec.execution.table import VectorTable
-from megatron_scalevec.layers.linear import group_sharing
 
 __all__ = ["Engine", "FoldSet"]
 
@@ -239,7 +238,7 @@ class Engine:
         """The folded weights that one optimizer of the chain steps, with the tensor-parallel group that
         shares each (None where every rank holds it whole)."""
         return {
-            fold.weight: group_sharing(fold.owner)
+            fold.weight: fold.tp_group
             for one in self.sets
             for fold in one.folds
             if fold.weight in one.weights.weights_stepped_by(optimizer)

@@ -22,7 +22,6 @@ __all__ = [
     "ScaleVecRowParallelLinear",
     "add_vectors",
     "gamma_name",
-    "group_sharing",
     "leaf_class",
     "scale_of_all_channels",
     "sharding_of",
@@ -351,12 +350,6 @@ def leaf_class(linear: torch.nn.Module) -> type[FoldedLinear] | None:
 
         return te.LEAVES.get(type(linear))
     return LEAVES.get(type(linear))
-
-
-def group_sharing(module: torch.nn.Module) -> Any:
-    """The tensor-parallel group that shares a module's weights, None where every rank holds them whole."""
-    leaf = leaf_class(module)
-    return None if leaf is None else leaf.group_of(module)
 
 
 def sharding_of(linear: torch.nn.Module) -> tuple[int, int]:
