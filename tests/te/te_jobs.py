@@ -30,13 +30,8 @@ def compare_with_reference(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def expert_gradients(**given: Any) -> dict[str, Any]:
-    """As the job of that name, on TransformerEngine's layers, with the optimizer of a machine without it."""
-    from megatron.core import optimizer, utils
-    from megatron.core.optimizer import clip_grads
-
-    clip_grads.multi_tensor_applier = utils.local_multi_tensor_applier
-    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    """As the job of that name, on TransformerEngine's layers."""
+    kernels.replace_optimizers()
     return jobs.expert_gradients(**{**given, "overrides": {**given["overrides"], "implementation": TE}})
 
 
@@ -399,11 +394,6 @@ def gpu_check_on_the_cpu(implementation: str, precision: str, broken: bool = Fal
         for kind, strategy in (("llama", "unified"), ("gpt2", "dp"))
     ]
     lines = [gpu_check.describe_numbers(row) for row in rows]
-    if precision == "bf16" and implementation == "local":
-        sizes = {"layers": 1, "hidden": 32, "heads": 4, "groups": 2, "ffn": 64, "vocabulary": 64}
-        tiny = {"sizes": sizes, "sequence": 8, "batch": 1, "rounds": 2, "steps": 1}
-        row = gpu_check.time_steps(implementation, "unified", device="cpu", **tiny)
-        lines.append(gpu_check.describe_times(row))
     return {"right": [row["right"] for row in rows], "lines": lines}
 
 
