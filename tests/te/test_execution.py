@@ -2,7 +2,8 @@
 
 import numpy as np
 
-SITES = ("attention", "mlp", "latent", "projections")
+OF_EXPERTS = ("attention", "mlp", "projections")
+SITES = (*OF_EXPERTS, "latent")
 ONE_WITH_EXPERTS = {"num_layers": 1, "moe_layer_freq": [1]}
 
 
