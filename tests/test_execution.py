@@ -158,8 +158,8 @@ def test_bfloat16_weights_are_cast_folded_masters(ranks):
 @pytest.mark.needs_training  # the environment with emerging-optimizers
 def test_muon_steps_weights_and_adam_their_vectors(ranks):
     """Two optimizers in a chain; or weights layer by layer on single data-parallel ranks, which are gathered
-    when the distributed optimizer behind has stepped their vectors. Muon orthogonalizes in bfloat16, so losses
-    agree to its rounding only."""
+    when the distributed optimizer behind has stepped their vectors. Muon orthogonalizes in bfloat16, so
+    losses agree to its rounding only."""
     together = _case("unified-foldable", optimizer="muon", distributed=False)
     apart = _case("unified-foldable", optimizer="muon", layer_wise=True)
     for case, sizes in ((together, TP2), (apart, {})):

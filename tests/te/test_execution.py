@@ -15,8 +15,8 @@ def check(te_ranks, cases, **sizes):
         for case, result in zip(cases, results):
             ours, theirs = result["optimizer"], result["autograd"]
             assert len(ours["losses"]) == 10
-            np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=0, atol=1e-6, err_msg=str(case))
-            np.testing.assert_allclose(ours["norms"], theirs["norms"], rtol=1e-6, err_msg=str(case))
+            np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=0, atol=1e-6)
+            np.testing.assert_allclose(ours["norms"], theirs["norms"], rtol=1e-6)
             for errors in ours["check"]:
                 assert errors["weight"] < 5e-7 and errors["vectors"] < 1e-6, (case, errors)
             assert ours["live"]

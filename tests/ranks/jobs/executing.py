@@ -54,8 +54,8 @@ def compare_executions(
             ``precision`` (``exact``: float32 live weights beside float32 masters; ``bf16``);
             ``distributed``: the distributed optimizer; ``overlap``: of the gradient reduction and of the
             gathering of parameters; ``model``: overrides of the model's configuration; ``ddp``: of DDP's;
-            ``optimizer``: its name; ``layer_wise``: whether every weight is stepped on one data-parallel rank,
-            and everything else by the distributed optimizer behind it; ``steps``.
+            ``optimizer``: its name; ``layer_wise``: whether every weight is stepped on one data-parallel
+            rank, and everything else by the distributed optimizer behind it; ``steps``.
         sequence_parallel: Of the model.
         fault: Of :data:`ranks.jobs.faults.FAULTS`, in the optimizer's mode.
         sizes: Of Megatron's groups.
