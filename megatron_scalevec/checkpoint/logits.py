@@ -98,7 +98,8 @@ def logits_of(path: str, dtype: Any = None):
     args = argparse.Namespace(**{**vars(reader.args), **_SETTINGS, "params_dtype": torch.float32})
     model = _build(args)
     config = ScaleVecConfig.from_namespace(args)
-    apply_scale_vectors(model, dataclasses.replace(config, execution=saved_execution(args)))
+    if config.active:
+        apply_scale_vectors(model, dataclasses.replace(config, execution=saved_execution(args)))
     _load(model, str(reader.folder))
     model.to(dtype).eval()
     vocabulary = reader.tensors["embedding.word_embeddings.weight"].shape[0]

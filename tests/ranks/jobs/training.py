@@ -128,6 +128,8 @@ def train(
         if not plugin:
             record_run()
             sys.argv = ["pretrain", *argv]
+            if path:
+                sys.path.insert(0, str(Path(path).parent))  # as when Python runs the script
             runpy.run_path(path, run_name="__main__") if path else pretrain_gpt.main()
         else:
             # On top of the plugin's hooks, so that scale vectors get their start values as well.
