@@ -23,7 +23,7 @@ def check(te_ranks, cases, **sizes):
 
 
 def test_fused_norms_and_latent_attention(te_ranks):
-    """The norm inside the linear, also where it stores γ − 1; down-projections that every rank holds whole."""
+    """The norm inside the linear, also where it stores γ − 1; down-projections held whole by every rank."""
     cases = [
         {"config": {"strategy": "unified"}, "kind": "gpt2"},
         {"config": {"strategy": "iwd"}, "kind": "gpt2", "model": {"layernorm_zero_centered_gamma": True}},
