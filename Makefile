@@ -4,6 +4,7 @@
 #   make venv PYTHON=/path/to/python3.12     names the Python to use
 #   make demo DEMO_ARGS="..."                hands options to `scalevec demo`
 #   make test TEST_ARGS="-k decay"           hands options to pytest
+#   make bench BENCH_ARGS="--hidden 512"     hands options to benchmarks/step_bench.py
 
 SHELL := /bin/sh
 .SUFFIXES:
@@ -12,6 +13,7 @@ SHELL := /bin/sh
 PYTHON ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
 
 # megatron-core 0.19.2 has wheels for these two; 0.16.1 also for older ones.
 MAIN_PYTHONS := 3.12 3.13
@@ -98,6 +100,12 @@ lint-shell: venv ## shellcheck on the examples and scripts (installs it into .sh
 format: venv ## put right what ruff can
 	.venv/bin/ruff check --fix-only .
 	.venv/bin/ruff format .
+
+.PHONY: bench
+bench: venv ## step time, memory and traffic beside stock, on the CPU (half an hour; BENCH_ARGS="--hidden 512 --rounds 3")
+	.venv/bin/python benchmarks/step_bench.py --json bench-times.json $(BENCH_ARGS)
+	.venv/bin/python benchmarks/step_bench.py --counts --json bench-counts.json
+	.venv/bin/python benchmarks/norm_bench.py --json bench-norms.json
 
 .PHONY: performance-doc
 performance-doc: venv ## write docs/performance.md anew from the cost formulas

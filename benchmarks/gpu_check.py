@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Scale vectors on a GPU: are the numbers right, and what does a step cost?
+"""Scale vectors on a GPU: are the numbers right? What they cost is measured by gpu_bench.py.
 
 usage: python benchmarks/gpu_check.py [--minutes 8] [--json FILE]
 
@@ -9,9 +9,6 @@ stock model has a distance from the reference in each dtype (TensorFloat-32 prod
 the model with scale vectors may have a few times that. Under FP8 the same is reported, but decides nothing:
 FP8 is refused by the package for now.
 
-Time: one GPT of a few hundred million parameters, bf16, in Megatron's DDP, forward and backward, the stock
-model and the converted one in turn, so that a GPU whose clock drifts drifts for both.
-
 Exit code: 0 all numbers are right, 1 some are not, 2 there is no GPU.
 """
 
@@ -19,16 +16,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
-import os
-import socket
-import statistics
 import sys
 import time
 from pathlib import Path
 
 import torch
+from training import start_parallel
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 if str(TESTS) not in sys.path:
@@ -41,7 +35,6 @@ NUMBER_CASES = [
     for kind in ("llama", "gpt2")
     for strategy in ("iwd", "hg", "dp", "unified", "unified-foldable")
 ]
-TIMED_STRATEGIES = ("iwd", "hg", "dp", "unified")
 
 ALLOWED = 5.0
 """How many times the stock model's distance from the reference is still right."""
@@ -63,7 +56,6 @@ def main() -> int:
         "torch": torch.__version__,
         "transformer_engine": transformer_engine_version(),
         "numbers": [],
-        "times": [],
     }
     print(f"{results['device']}, torch {results['torch']}, TransformerEngine {results['transformer_engine']}")
     implementations = ["local"]
@@ -79,14 +71,6 @@ def main() -> int:
             found = {**found, "row": row, "right": False, "decides": row[1] != "fp8"}
         results["numbers"].append(found)
         print(found.get("error") or describe_numbers(found), flush=True)
-    for implementation in implementations:
-        for strategy in TIMED_STRATEGIES:
-            if time.monotonic() > deadline - 45:
-                skipped += 1
-                continue
-            found = attempt(time_steps, implementation, strategy)
-            results["times"].append(found)
-            print(found.get("error") or describe_times(found), flush=True)
     if skipped:
         print(f"{skipped} measurements did not fit into {options.minutes:g} minutes")
     results["skipped"] = skipped
@@ -104,19 +88,6 @@ def attempt(measure, *row) -> dict:
         return measure(*row, device="cuda")
     except Exception as error:
         return {"error": f"{' '.join(row)}: {type(error).__name__}: {str(error)[:300]}"}
-
-
-def start_parallel(backend: str) -> None:
-    """A process group of one, and Megatron's groups over it."""
-    from megatron.core import parallel_state, tensor_parallel
-
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    torch.distributed.init_process_group(backend, init_method=f"tcp://localhost:{port}", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
 def transformer_engine_version() -> str | None:
@@ -228,136 +199,6 @@ def describe_numbers(row: dict) -> str:
     parts = [f"{what} {row['scalevec'][what]:.1e} (stock {row['stock'][what]:.1e})" for what in row["stock"]]
     where = f"{row['implementation']:18} {row['precision']:4} {row['kind']:5} {row['strategy']:16}"
     return f"{where} {', '.join(parts)}: {verdict}"
-
-
-# --- time ---------------------------------------------------------------------------------------------
-
-TIMED_SIZES = {"layers": 8, "hidden": 2048, "heads": 16, "groups": 4, "ffn": 5632, "vocabulary": 32768}
-
-
-def time_steps(
-    implementation: str,
-    strategy: str,
-    *,
-    device: str,
-    sizes: dict | None = None,
-    sequence: int = 2048,
-    batch: int = 2,
-    rounds: int = 5,
-    steps: int = 4,
-) -> dict:
-    """Seconds per forward and backward pass, stock and converted in turn, and the peak of memory."""
-    sizes = sizes or TIMED_SIZES
-    models = {name: timed_model(implementation, name, device, sizes) for name in ("stock", strategy)}
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(sizes["vocabulary"], (batch, sequence), generator=generator).to(device)
-    position = torch.arange(sequence, device=device)[None].expand(batch, -1)
-
-    def run(model, count: int) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(count):
-            model.zero_grad_buffer()
-            model(tokens, position, None, labels=tokens).mean().backward()
-        synchronize(device)
-        return (time.perf_counter() - start) / count
-
-    peaks = {}
-    for name, model in models.items():
-        run(model, 2)
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            run(model, 1)
-            peaks[name] = torch.cuda.max_memory_allocated() / 2**30
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(rounds):
-        for name, model in models.items():
-            seconds[name].append(run(model, steps))
-    ratios = [ours / stock for stock, ours in zip(seconds["stock"], seconds[strategy])]
-    added = [sum(p.numel() for p in model.parameters()) for model in models.values()]
-    del models
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    return {
-        "implementation": implementation,
-        "strategy": strategy,
-        "seconds": {name: statistics.median(values) for name, values in seconds.items()},
-        "ratio": statistics.median(ratios),
-        "ratio_range": [min(ratios), max(ratios)],
-        "peak_gib": peaks,
-        "parameters": added,
-    }
-
-
-def timed_model(implementation: str, strategy: str, device: str, sizes: dict):
-    """A GPT in Megatron's DDP, whose buffers the stock TransformerEngine linears add their gradients to."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
-
-    config = TransformerConfig(
-        num_layers=sizes["layers"],
-        hidden_size=sizes["hidden"],
-        num_attention_heads=sizes["heads"],
-        num_query_groups=sizes["groups"],
-        ffn_hidden_size=sizes["ffn"],
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        attention_softmax_in_fp32=True,
-        masked_softmax_fusion=False,
-        # It would need apex in Megatron's own output layer.
-        gradient_accumulation_fusion=False,
-    )
-    if implementation == "transformer_engine":
-        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
-    else:
-        spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=sizes["vocabulary"],
-        max_sequence_length=4096,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
-    model = model.to(device=device, dtype=torch.bfloat16)
-    for module in model.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
-    apply_scale_vectors(model, ScaleVecConfig(strategy=strategy))
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-    return DistributedDataParallel(config, settings, model)
-
-
-def synchronize(device: str) -> None:
-    """Wait for the device."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def describe_times(row: dict) -> str:
-    """One line."""
-    low, high = row["ratio_range"]
-    stock, ours = row["seconds"].values()
-    line = (
-        f"{row['implementation']:18} {row['strategy']:16} {1000 * ours:.1f} ms a step, "
-        f"stock {1000 * stock:.1f} ms: x {row['ratio']:.3f} (x {low:.3f} to x {high:.3f})"
-    )
-    if row["peak_gib"]:
-        before, after = row["peak_gib"].values()
-        line += f"; peak {after:.1f} GiB with both models in memory, stock {before:.1f}"
-    return line
 
 
 if __name__ == "__main__":

@@ -1,211 +1,227 @@
-"""Step time and memory of every strategy and execution beside stock, interleaved in one process, on the CPU.
+#!/usr/bin/env python3
+"""Step time, memory, traffic and arithmetic of strategies and executions beside stock, on the CPU.
 
-    python benchmarks/step_bench.py --hidden 1024 --microbatches 8 --json out.json
+    python benchmarks/step_bench.py                   the set of `make bench`
+    python benchmarks/step_bench.py --hidden 1024 --microbatches 8 --rounds 15
+    python benchmarks/step_bench.py --counts          no times: what is counted, and how it grows
 
-Each round takes one step (forward and backward of all microbatches, reduction, optimizer) of stock and of
-every variant in turn; what is printed is the median over rounds of variant / stock, in processor time of
-the process (which other processes on the machine disturb less) and in wall time. Memory is the bytes of all
-tensors that are alive after a step, on one rank; a strategy's own vectors, gradients and moments are
-counted apart.
+Times: one process; stock and both executions of a strategy take their steps in turn, microbatch by
+microbatch, and the order is turned around from round to round, so that whatever else the machine does hits
+all alike. A line has the median over rounds of the ratio to stock, with its quartiles, in processor time
+(which other processes disturb less) and in wall time; and the share of stock's step that the passes of the
+optimizer's mode take, timed where they are called.
+
+Counts: on top of stock, by torch's own operations and by the formulas of megatron_scalevec/cost.py, which
+have every tensor read once and written once; with several ranks the mean over them. Memory is the bytes of
+all tensors that are alive after a step on one rank, a strategy's own vectors, gradients and moments apart;
+the peak is that of a step.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import dataclasses
 import json
-import os
 import statistics
+import subprocess
 import sys
-import time
+import tempfile
+from pathlib import Path
 from typing import Any
 
-VARIANTS = (
-    ("unified-foldable", "optimizer"),
-    ("unified-foldable", "autograd"),
-    ("unified", "optimizer"),
-    ("unified", "autograd"),
-)
-VOCABULARY = 512
+import torch
+from counting import Counter
+from timing import PassTimer, interleaved, ratio
+from training import Sizes, Trainer, alive_bytes, start_parallel
+
+EXECUTIONS = ("optimizer", "autograd")
+STRATEGIES = ("unified-foldable", "unified", "hg", "dp")
+
+# How counts grow: one size doubled at a time. Of branches there are five, unless some are left out.
+SMALL = Sizes(layers=2, hidden=256, sequence=64, microbatches=2)
+GROWTH: dict[str, dict[str, int]] = {
+    "hidden 256, 5 branches, 2 microbatches, 2 layers, 1 rank": {},
+    "hidden 512": {"hidden": 512},
+    "2 branches": {"branches": 2},
+    "4 microbatches": {"microbatches": 4},
+    "4 layers": {"layers": 4},
+    "2 ranks": {"ranks": 2},
+    "4 ranks": {"ranks": 4},
+}
+GROWING = "unified-foldable"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=512)
+    """See the module's text."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hidden", type=int, nargs="+", default=[512, 1024])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="write the results to this file as well")
+    parser.add_argument("--counts", action="store_true", help="no times: what is counted, and how it grows")
+    parser.add_argument("--point", help=argparse.SUPPRESS)  # one line of --counts, as JSON, under torchrun
+    parser.add_argument("--json", type=Path, help="write the results to this file as well")
     options = parser.parse_args(argv)
-    results = measure(options)
-    for name, row in results["variants"].items():
-        print(
-            f"{name:28} x{row['processor_time_ratio']:.4f} processor time, x{row['wall_time_ratio']:.4f} "
-            f"wall time, {row['extra_bytes']:+,} bytes ({row['extra_memory_percent']:+.3f} %) beside "
-            f"{row['vector_bytes']:,} of vectors"
-        )
+    if options.point:
+        start()
+        found = _mean_over_ranks(counts(**json.loads(options.point)))
+        if torch.distributed.get_rank() == 0:
+            options.json.write_text(json.dumps(found), encoding="utf-8")
+        return 0
+    results: dict[str, Any] = {"torch": torch.__version__, "times": [], "counts": []}
+    start()
+    if not options.counts:
+        for hidden in options.hidden:
+            for microbatches in options.microbatches:
+                sizes = Sizes(options.layers, hidden, sequence=options.sequence, microbatches=microbatches)
+                for strategy in options.strategies:
+                    for row in times(sizes, strategy, options.rounds):
+                        results["times"].append(row)
+                        print(describe_times(row), flush=True)
+    else:
+        for name, changes in GROWTH.items():
+            for row in point(changes):
+                results["counts"].append({"point": name, **row})
+                print(describe_counts(results["counts"][-1]), flush=True)
     if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=2)
-            file.write("\n")
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Build stock and all variants, step them in turn."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost")
-    os.environ.setdefault("MASTER_PORT", "29577")
-    import torch
-
+def start() -> None:
+    """CPU mode on one thread, so that processor time is that of the work alone."""
     torch.set_num_threads(1)
     from megatron_scalevec import cpu
 
     cpu.install()
-    from megatron.core import parallel_state, tensor_parallel
+    start_parallel("gloo")
 
-    torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    runs, memory, own = {}, {}, {}
-    _Run(options, "stock", None).step()  # what is made once per process is made now
-    for strategy, execution in (("stock", None), *VARIANTS):
-        name = strategy if execution is None else f"{strategy} {execution}"
-        gc.collect()
-        before = _alive()
-        runs[name] = _Run(options, strategy, execution)
-        runs[name].step()
-        gc.collect()
-        memory[name], own[name] = _alive() - before, runs[name].vector_bytes()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for _ in range(options.rounds):
-        for name, run in runs.items():
-            start = time.process_time(), time.perf_counter()
-            run.step()
-            times[name].append((time.process_time() - start[0], time.perf_counter() - start[1]))
-    stock = times.pop("stock")
-    variants = {}
-    for name, own_times in times.items():
-        extra = memory[name] - memory["stock"] - own[name]
-        variants[name] = {
-            "processor_time_ratio": statistics.median(a[0] / b[0] for a, b in zip(own_times, stock)),
-            "wall_time_ratio": statistics.median(a[1] / b[1] for a, b in zip(own_times, stock)),
-            "extra_bytes": extra,
-            "extra_memory_percent": 100.0 * extra / memory["stock"],
-            "vector_bytes": own[name],
+
+# --- times --------------------------------------------------------------------------------------------
+
+
+def times(sizes: Sizes, strategy: str, rounds: int) -> list[dict[str, Any]]:
+    """One row per execution of a strategy."""
+    trainers = {"stock": Trainer(sizes)}
+    for execution in EXECUTIONS:
+        trainers[execution] = Trainer(sizes, strategy, execution)
+    timer = PassTimer(trainers["optimizer"])
+    for trainer in trainers.values():
+        trainer.step()  # what is made once is made now
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
+    shares = []
+    for index in range(rounds):
+        timer.clear()
+        names = list(trainers) if index % 2 == 0 else list(trainers)[::-1]
+        for name, seconds in interleaved({name: trainers[name] for name in names}).items():
+            taken[name].append(seconds)
+        shares.append(sum(map(sum, timer.host.values())) / taken["stock"][-1][0])
+    stock = taken.pop("stock")
+    rows = []
+    for execution, own in taken.items():
+        row: dict[str, Any] = {"strategy": strategy, "execution": execution, **dataclasses.asdict(sizes)}
+        row["stock_seconds"] = statistics.median(wall for _, wall in stock)
+        for kind, name in enumerate(("processor", "wall")):
+            row[name], row[f"{name}_quartiles"] = ratio([a[kind] for a in own], [b[kind] for b in stock])
+        row["passes"] = statistics.median(shares) if execution == "optimizer" else None
+        rows.append(row)
+    return rows
+
+
+def describe_times(row: dict[str, Any]) -> str:
+    """One line."""
+    where = f"hidden {row['hidden']:4} microbatches {row['microbatches']}"
+    line = f"{where} {row['strategy']:16} {row['execution']:9}"
+    for name in ("processor", "wall"):
+        low, high = row[f"{name}_quartiles"]
+        line += f" x{row[name]:.4f} {name} time (x{low:.3f} to x{high:.3f})"
+    if row["passes"] is not None:
+        line += f", passes {100 * row['passes']:.2f} % of stock"
+    return line
+
+
+# --- counts -------------------------------------------------------------------------------------------
+
+
+def point(changes: dict[str, int]) -> list[dict[str, Any]]:
+    """The counts with some sizes changed, on one rank here or on several under torchrun."""
+    changes = dict(changes)
+    ranks = changes.pop("ranks", 1)
+    if ranks == 1:
+        return counts(**changes)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "counts.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [__file__, "--point", json.dumps(changes), "--json", str(file)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _mean_over_ranks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ranks have equal shares of all parameters together, not of those that are folded."""
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, rows)
+    return [
+        {
+            key: value if isinstance(value, str) else statistics.fmean(row[key] for row in of_ranks)
+            for key, value in of_ranks[0].items()
         }
-    return {
-        "settings": {key: value for key, value in vars(options).items() if key != "json"},
-        "stock_seconds": statistics.median(wall for _, wall in stock),
-        "stock_bytes": memory["stock"],
-        "variants": variants,
-    }
+        for of_ranks in zip(*gathered)
+    ]
 
 
-def _alive() -> int:
-    """Bytes of the storages of all tensors."""
-    import torch
-
-    storages = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and not thing.is_meta:
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-class _Run:
-    """A model with its optimizer."""
-
-    def __init__(self, options: argparse.Namespace, strategy: str, execution: str | None) -> None:
-        import torch
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.models.gpt.gpt_model import GPTModel
-        from megatron.core.optimizer import (
-            OptimizerConfig,
-            get_megatron_optimizer,
-            get_standard_config_overrides,
+def counts(branches: int = 5, strategy: str = GROWING, **changes: int) -> list[dict[str, Any]]:
+    """One row per execution: what is counted on this rank on top of stock, and what the formulas say."""
+    sizes = dataclasses.replace(SMALL, **changes)
+    off = {5: (), 2: ("q", "k", "v")}[branches]
+    Trainer(sizes).step()  # what is made once per process is made now
+    stock, memory, _, _ = _counted(sizes, "stock", None)
+    rows = []
+    for execution in EXECUTIONS:
+        own, own_memory, vectors, expected = _counted(sizes, strategy, execution, branches_off=off)
+        beside = own_memory - memory - vectors
+        rows.append(
+            {
+                "strategy": strategy,
+                "execution": execution,
+                "bytes": own.bytes - stock.bytes,
+                "bytes_by_formula": expected.fold_per_step + expected.split_per_step,
+                "flops": own.flops - stock.flops,
+                "flops_by_formula": expected.flops_per_step,
+                "memory": beside,
+                "memory_by_formula": expected.tables + expected.index_maps,
+                "memory_percent": 100 * beside / memory,
+                "peak": own.peak - stock.peak,
+                "vectors": vectors,
+            }
         )
-        from megatron.core.transformer.transformer_config import TransformerConfig
+    return rows
 
-        from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
-        from megatron_scalevec.decay import with_decaying_vectors
-        from megatron_scalevec.execution.optimizer import execute_in_optimizer
 
-        self.options = options
-        config = TransformerConfig(
-            num_layers=options.layers,
-            hidden_size=options.hidden,
-            num_attention_heads=options.hidden // 64,
-            num_query_groups=max(1, options.hidden // 256),
-            ffn_hidden_size=options.hidden * 11 // 4,
-            normalization="RMSNorm",
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            add_bias_linear=False,
-            params_dtype=torch.bfloat16,
-            bf16=True,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            use_cpu_initialization=True,
-            masked_softmax_fusion=False,
-            bias_activation_fusion=False,
-            bias_dropout_fusion=False,
-            gradient_accumulation_fusion=False,
-            persist_layer_norm=False,
-        )
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
-            vocab_size=VOCABULARY,
-            max_sequence_length=options.sequence,
-            parallel_output=False,
-            share_embeddings_and_output_weights=False,
-            position_embedding_type="rope",
-        ).to(torch.bfloat16)
-        strategy_config = ScaleVecConfig(strategy=strategy, execution=execution)
-        apply_scale_vectors(model, strategy_config)
-        self.model = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-            model,
-        )
-        settings = OptimizerConfig(
-            lr=1e-4, weight_decay=0.1, clip_grad=1.0, bf16=True, use_distributed_optimizer=True
-        )
-        overrides = get_standard_config_overrides(settings)
-        if strategy_config.active:
-            overrides = with_decaying_vectors(overrides, strategy_config.weight_decay)
-        self.optimizer = get_megatron_optimizer(settings, [self.model], config_overrides=overrides)
-        for group in self.optimizer.param_groups:
-            group["lr"] = settings.lr
-        execute_in_optimizer(self.optimizer, [self.model])
+def _counted(sizes: Sizes, strategy: str, execution: str | None, **config: Any):
+    """(counter of a step, bytes alive after it, bytes of the vectors, cost by formula or None)"""
+    before = alive_bytes()
+    trainer = Trainer(sizes, strategy, execution, **config)
+    trainer.step()
+    memory, vectors = alive_bytes() - before, trainer.vector_bytes()
+    with Counter() as counter:
+        trainer.step()
+    return counter, memory, vectors, trainer.cost(execution) if execution else None
 
-    def step(self) -> None:
-        import contextlib
 
-        import torch
-        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-
-        shape = (1, self.options.sequence)
-        tokens = torch.randint(VOCABULARY, shape)
-        position = torch.arange(shape[1]).expand(shape)
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        last = self.options.microbatches - 1
-        for microbatch in range(self.options.microbatches):
-            with contextlib.nullcontext() if microbatch == last else self.model.no_sync():
-                self.model(tokens, position, None, labels=tokens).mean().backward()
-        finalize_model_grads([self.model])
-        self.optimizer.step()
-
-    def vector_bytes(self) -> int:
-        """What the strategy's own parameters take: bf16, float32 gradient, master and two moments."""
-        from megatron_scalevec.vectors import was_added
-
-        return sum(18 * p.numel() for p in self.model.parameters() if was_added(p) and p.requires_grad)
+def describe_counts(row: dict[str, Any]) -> str:
+    """One line."""
+    return (
+        f"{row['point']:56} {row['execution']:9} "
+        f"{row['bytes']:>13,.0f} bytes (formula {row['bytes_by_formula']:>12,.0f}), "
+        f"{row['flops']:>11,.0f} operations (formula {row['flops_by_formula']:>11,.0f}), "
+        f"{row['memory']:>+9,.0f} bytes held ({row['memory_percent']:+.3f} %), "
+        f"{row['peak']:>+10,.0f} at the peak"
+    )
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ __all__ = [
     "Shape",
     "cost",
     "microbatches_in_flight",
+    "norm_bytes",
 ]
 
 
@@ -191,6 +192,23 @@ def cost(
         tables=tables,
         seconds=(fold + split) / bytes_per_second,
     )
+
+
+NORM_ACCESSES = 5
+"""Of each element of q, k and v by a norm: forward reads and writes it, backward reads it and its gradient,
+and writes one. A separate product with γ makes three more: it reads and writes in forward, and in backward it
+writes the gradient once more, where the norm's kernel reads it."""
+
+NORM_ACCESSES_WITH_GAMMA_APART = 8
+
+
+def norm_bytes(elements: float, *, gamma_apart: bool = False, element_bytes: int = 2) -> float:
+    """What the norms of dual-norm must move for ``elements`` of q, k and v, forward and backward.
+
+    One fused pass over packed q, k and v moves the same: no element is in two of them.
+    """
+    accesses = NORM_ACCESSES_WITH_GAMMA_APART if gamma_apart else NORM_ACCESSES
+    return accesses * element_bytes * elements
 
 
 def microbatches_in_flight(microbatches: int, stage: int, stages: int, chunks: int = 1) -> float:

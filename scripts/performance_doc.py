@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_scalevec.cost import H100, H200, Cost, Schedule, Shape, cost, microbatches_in_flight
+from megatron_scalevec.cost import H100, H200, Cost, Schedule, Shape, cost, microbatches_in_flight, norm_bytes
 from megatron_scalevec.explain.display import in_bytes
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
@@ -147,6 +147,24 @@ def memory_rows() -> list[str]:
     return rows
 
 
+def norm_rows() -> list[str]:
+    """The norms of dual-norm on one rank of the first stage."""
+    rows = []
+    for run in RUNS:
+        tokens = run.batch * run.shape.sequence // run.data // run.context
+        channels = run.shape.qkv_rows // run.tensor * run.shape.layers // run.pipeline
+        cells = [run.title]
+        for apart in (False, True):
+            seconds = norm_bytes(tokens * channels, gamma_apart=apart) / H100.bytes_per_second
+            share = seconds / run.step_seconds(H100.flops_per_second)
+            cells += [f"{1000 * seconds:.1f} ms", f"{100 * share:.2f} %"]
+        # Forward kernels of a step: three norms for each layer and microbatch, or one.
+        layers = run.shape.layers // run.pipeline * run.microbatches
+        cells.append(f"{3 * layers:,} or {layers:,}")
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
 def step_rows() -> list[str]:
     """The stock steps that shares are taken of."""
     rows = []
@@ -170,6 +188,7 @@ def document() -> str:
         traffic="\n".join(traffic_rows()),
         memories="\n".join(memory_rows()),
         steps="\n".join(step_rows()),
+        norms="\n".join(norm_rows()),
     )
     return lines
 

@@ -79,6 +79,29 @@ def test_a_large_model_in_seconds(ranks):
 
 
 @pytest.mark.needs_training
+@pytest.mark.parametrize("ranks_in_all", [1024, 16384])
+def test_a_large_cluster(ranks, ranks_in_all):
+    """The same model on more ranks; the last of them is the last of everything."""
+    line = [*LLAMA_70B, *_TRAINING, "--scalevec-strategy", "unified", "--context-parallel-size", "2"]
+    line[line.index("--global-batch-size") + 1] = "1024"
+    [found] = ranks.run("explain_line", arguments=line, of=ranks_in_all, rank=ranks_in_all - 1)
+    assert found["error"] is None and found["problems"] == []
+    assert found["parameters"]["stock"] == 70_553_706_496
+    replicas = ranks_in_all // 128
+    assert found["place"] == {
+        "tensor": "7 of 8",
+        "pipeline": "7 of 8",
+        "context": "1 of 2",
+        "data": f"{replicas - 1} of {replicas}",
+        "layers": "71-80",
+    }
+    # Of every stage the rank at the same place.
+    assert [stage["rank"] for stage in found["stages"]] == [
+        ranks_in_all // 8 * (stage + 1) - 1 for stage in range(8)
+    ]
+
+
+@pytest.mark.needs_training
 @pytest.mark.parametrize(
     ("model", "strategy", "layout", "more"),
     [
@@ -183,7 +206,14 @@ def test_the_support_table(tmp_path):
     assert shown.returncode == 0 and shown.stderr == ""
     for refusal in REFUSALS:
         assert refusal.name in shown.stdout
-    rows = json.loads(scalevec("explain", "--support", "--json", cwd=tmp_path).stdout)
+    found = json.loads(scalevec("explain", "--support", "--json", cwd=tmp_path).stdout)
+    shapes = {shape["name"]: shape for shape in found["shapes"]}
+    for name in ("Mixtral", "Qwen3-MoE", "DeepSeek-V3", "Qwen3-Next", "Nemotron-H", "heterogeneous"):
+        [shape] = [shapes[key] for key in shapes if name in key and not key.endswith("3.2)")]
+        assert shape["branches"] and not shape["refused"] and "<0.20" in shape["versions"]
+        assert name in shown.stdout
+    assert any("T5" in name and shape["refused"] for name, shape in shapes.items())
+    rows = found["refusals"]
     assert [row["name"] for row in rows] == [refusal.name for refusal in REFUSALS]
     assert all(row["reason"] and row["way_out"] and "{" not in row["reason"] for row in rows)
 
@@ -201,7 +231,7 @@ def test_the_command_line(tmp_path):
 
 
 @pytest.mark.needs_training
-def test_the_command_of_the_readme(tmp_path):
+def test_the_command_of_the_readme(ranks, tmp_path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     [command] = re.findall(r"<!-- checked: tests/test_explain.py -->\n```bash\n(.*?)```", readme, re.DOTALL)
     arguments = shlex.split(command.replace("\\\n", " "))
@@ -213,8 +243,8 @@ def test_the_command_of_the_readme(tmp_path):
     lines = [line.rstrip() for line in run.stdout.splitlines()]
     for line in excerpt.splitlines():
         assert line.rstrip() in lines
-    record = scalevec("explain", "--json", *arguments[2:], cwd=tmp_path)
-    assert json.loads(record.stdout)["parameters"]["stock"] == 1_028_065_024
-    refused = scalevec("explain", "--json", *arguments[2:], "--qk-clip", cwd=tmp_path)
-    assert refused.returncode == 2 and "--qk-clip" in json.loads(refused.stdout)["refused"]
+    [record] = ranks.run("explain_command", arguments=["--json", *arguments[2:]])
+    assert json.loads(record["printed"])["parameters"]["stock"] == 1_028_065_024
+    [refused] = ranks.run("explain_command", arguments=["--json", *arguments[2:], "--qk-clip"])
+    assert refused["code"] == 2 and "--qk-clip" in json.loads(refused["printed"])["refused"]
     assert not list(tmp_path.iterdir())

@@ -23,10 +23,19 @@ def _run(script):
 
 
 def test_values_in_the_interpreter():
-    """Shards cut anywhere, branches without vectors, blocks that are not full. bfloat16 is left out: the
-    interpreter truncates where the GPU rounds to nearest, which the next test looks for."""
-    for found in _run("interpret_kernels.py"):
-        assert found["gradient"] and found["live"] and found["sums"] < 1e-6
+    """Shards cut anywhere, branches without vectors, blocks that are not full, vectors that several weights
+    share. bfloat16 is left out: the interpreter truncates where the GPU rounds to nearest, which the next
+    test looks for."""
+    found = _run("interpret_kernels.py")
+    # Eight blocks of q/k/v and two of the other weight: those with one γ_out after each other, and few at
+    # once where there is little room.
+    assert found.pop("in turn") == [10, 8]
+    assert found.pop("launches") == [3, 3, 3, 1]
+    overlapping, mixed = found.pop("refused")
+    assert "parts of one scale vector that overlap" in overlapping and "several dtypes" in mixed
+    assert len(found) == 7
+    for case, equal in found.items():
+        assert equal["gradient"] and equal["live"] and equal["sums"] < 1e-6, case
 
 
 def test_compilation_for_compute_capability_9():
@@ -34,3 +43,7 @@ def test_compilation_for_compute_capability_9():
     assert all(kernel["cubin"] > 0 and kernel["atomics"] == 0 for kernel in found.values())
     assert found["fold"]["to_bf16"] > 0
     assert all(kernel["shared"] <= 48 * 1024 for kernel in found.values())
+    # 16 bytes at a time where addresses allow it.
+    for name in ("split", "fold"):
+        assert found[name]["vector_loads"] > 0 and found[name]["vector_stores"] > 0
+        assert found[f"{name} unaligned"]["vector_loads"] < found[name]["vector_loads"]

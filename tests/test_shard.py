@@ -5,12 +5,15 @@ import torch
 from reference import effective_weight
 
 from megatron_scalevec.execution.shard import (
+    Part,
     Run,
     Scales,
     fold_into,
+    fold_parts,
     rectangles,
     runs_of,
     split_gradient,
+    split_parts,
     unfold_into,
 )
 from megatron_scalevec.fold import fc1_row_map, fold_weight, qkv_row_map
@@ -141,6 +144,28 @@ def test_sums_over_many_rows_keep_their_digits():
     assert float(((sums.inner[0] - over_rows) / over_rows).abs().max()) < 3e-7
     over_columns = (product * inner.double()).sum(1)
     assert float(((sums.outer[0] - over_columns) / over_columns).abs().max()) < 1e-6
+
+
+def test_several_shards_add_to_their_vectors():
+    """Vectors in flat tensors; one γ_in and one γ_out that two weights share."""
+    gradient, weight, scales = _draw(True, True)
+    flat = torch.cat([v for v in (*scales.inner, *scales.outer) if v is not None])
+    sizes = [0, COLUMNS, 2 * COLUMNS, 2 * COLUMNS + ROWS.sizes[0]]
+    part = Part(13, 240, COLUMNS, runs_of(ROWS), (sizes[0], None, sizes[1]), (sizes[2], sizes[3], None))
+    sums, totals = _zeros(scales), torch.zeros(flat.numel(), dtype=torch.float64)
+    split_gradient(
+        gradient.view(-1)[13:].clone(), weight.view(-1)[13:], 13, COLUMNS, runs_of(ROWS), scales, sums
+    )
+    gradients = [gradient.view(-1)[13:].clone() for _ in range(2)]
+    split_parts([part, part], gradients, [weight.view(-1)[13:]] * 2, flat, totals)
+    expected = torch.cat([v for v in (*sums.inner, *sums.outer) if v is not None])
+    torch.testing.assert_close(totals, 2 * expected, rtol=1e-12, atol=0)
+    assert torch.equal(*gradients)
+    lives = [torch.empty(227, dtype=torch.bfloat16) for _ in range(2)]
+    fold_parts([part, part], lives, [weight.view(-1)[13:]] * 2, flat)
+    alone = torch.empty(227, dtype=torch.bfloat16)
+    fold_into(alone, weight.view(-1)[13:], 13, COLUMNS, runs_of(ROWS), scales)
+    assert torch.equal(lives[0], alone) and torch.equal(lives[1], alone)
 
 
 def test_temporaries_are_bounded():

@@ -11,6 +11,7 @@ are multiplied by γ and γ². Those of new vectors start at zero, those of reti
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable
 
 import torch
@@ -59,6 +60,20 @@ class Unfolding:
         self._touched = False
         self._known: set[str] = set()  # 1-D parameters whose decay has been looked at
         keys = draft.model_keys
+        for key in keys:
+            if re.search(r"\.(self_attention|mlp)\.weight$", key):
+                raise ScaleVecError(
+                    f"{key} is a linear in the place of attention or an MLP (replace_with_linear), on which "
+                    "no run builds scale vectors: one with a strategy would stop at it."
+                )
+        self._joined = bool(getattr(draft.args, "mla_down_proj_fusion", False))
+        if self._joined and config.branches == "shared" and "attention" in config.sites:
+            if config.removes_norm_scale and config.has_input_scales:
+                raise ScaleVecError(
+                    "one down-projection for queries, keys and values (--mla-down-proj-fusion) holds a scale "
+                    f"that its branches share ({config.describe()}) by itself, where two leave it to the "
+                    "norm: unfold with --branches split."
+                )
         # Read before anything is changed.
         for sites in sites_by_norm(site for site in find_linears(keys) if site.kind.site in config.sites):
             self._linears(sites)
@@ -80,9 +95,10 @@ class Unfolding:
         """All linears that one norm feeds, and the norm."""
         plans = [self._linear(site) for site in sites]
         # Of a linear that is stored in parts, every part is raw where one has vectors.
-        raw = {site.path for site, (_, is_raw) in zip(sites, plans) if is_raw}
-        for site in sites:
-            if site.path in raw:
+        wholes = [site.whole_paths[-1] if self._joined else site.path for site in sites]
+        raw = {whole for whole, (_, is_raw) in zip(wholes, plans) if is_raw}
+        for site, whole in zip(sites, wholes):
+            if whole in raw:
                 self.draft.make_raw(site.weight)
         norm = sites[0].norm
         if norm is None:

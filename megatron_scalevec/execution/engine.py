@@ -18,7 +18,7 @@ from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution import shard as torch_passes
 from megatron_scalevec.execution.folds import Fold, Vector
 from megatron_scalevec.execution.members import Member, Shard
-from megatron_scalevec.execution.shard import Scales
+from megatron_scalevec.execution.shard import Part, Scales
 from megatron_scalevec.execution.table import VectorTable
 
 __all__ = ["Engine", "FoldSet"]
@@ -33,6 +33,7 @@ class _Sharded:
 
     fold: Fold
     shard: Shard
+    part: Part
 
     @property
     def columns(self) -> int:
@@ -50,7 +51,9 @@ class FoldSet:
             list(dict.fromkeys(vector for fold in folds for vector in fold.vectors)), folds[0].weight.device
         )
         self.local = [
-            _Sharded(fold, weights.shards[fold.weight]) for fold in folds if fold.weight in weights.shards
+            _Sharded(fold, shard, self._part(fold, shard))
+            for fold, shard in ((fold, weights.shards.get(fold.weight)) for fold in folds)
+            if shard is not None
         ]
         own = [(param, vectors.shards[param]) for param in self.table.values if param in vectors.shards]
         self._masters = [shard for _, shard in own]
@@ -69,7 +72,7 @@ class FoldSet:
     def expect_step(self) -> None:
         """The optimizers of weights and vectors are about to step."""
         self.written = False
-        self.waiting = {id(self.weights.optimizer), id(self.vectors.optimizer)}
+        self.waiting = {id(o) for member in (self.weights, self.vectors) for o in member.optimizers}
 
     # --- collectives -----------------------------------------------------------------------------------
 
@@ -96,24 +99,15 @@ class FoldSet:
         """Gradients of W_eff in the masters become those of W; the vectors' masters get theirs."""
         self.gather()
         self.check()
-        passes = passes_for(self.table.flat_gamma.device)
-        self.table.flat_sums.zero_()
-        for one in self.local:
-            sums = {
-                v: torch.zeros(v.size, dtype=torch.float64, device=one.shard.live.device)
-                for v in one.fold.vectors
-            }
-            passes.split_gradient(
-                one.shard.gradient,
-                one.shard.master,
-                one.shard.start,
-                one.columns,
-                one.fold.runs,
-                self._scales(one),
-                one.fold.scales(sums.__getitem__),
-            )
-            for vector, total in sums.items():
-                self.table.sums(vector).add_(total)
+        totals = torch.zeros_like(self.table.flat_sums, dtype=torch.float64)
+        passes_for(totals.device).split_parts(
+            [one.part for one in self.local],
+            [one.shard.gradient for one in self.local],
+            [one.shard.master for one in self.local],
+            self.table.flat_gamma,
+            totals,
+        )
+        self.table.flat_sums.copy_(totals)
         self.complete(self.table.flat_sums)
         self.table.chain()
         if self._gradients:
@@ -122,16 +116,12 @@ class FoldSet:
     def write(self) -> None:
         """The live weights from the masters of weights and vectors."""
         self.gather()
-        passes = passes_for(self.table.flat_gamma.device)
-        for one in self.local:
-            passes.fold_into(
-                one.shard.live,
-                one.shard.master,
-                one.shard.start,
-                one.columns,
-                one.fold.runs,
-                self._scales(one),
-            )
+        passes_for(self.table.flat_gamma.device).fold_parts(
+            [one.part for one in self.local],
+            [one.shard.live for one in self.local],
+            [one.shard.master for one in self.local],
+            self.table.flat_gamma,
+        )
         self.written = True
 
     def unfold(self) -> list[Vector]:
@@ -156,6 +146,22 @@ class FoldSet:
             )
         self.check_all()
         return revived
+
+    def _part(self, fold: Fold, shard: Shard) -> Part:
+        """The shard with its vectors' places in the table."""
+
+        def begins(vectors: Sequence[torch.Tensor | None]) -> tuple[int | None, ...]:
+            return tuple(None if v is None else v.storage_offset() for v in vectors)
+
+        scales = fold.scales(self.table.gamma)
+        return Part(
+            shard.start,
+            shard.stop,
+            fold.weight.shape[1],
+            fold.runs,
+            begins(scales.inner),
+            begins(scales.outer),
+        )
 
     def _scales(self, one: _Sharded) -> Scales:
         return one.fold.scales(self.table.gamma)
@@ -207,6 +213,8 @@ class Engine:
 
     def __init__(self, sets: Sequence[FoldSet]) -> None:
         self.sets = list(sets)
+        self.gathering_later: list[Any] = []
+        """Optimizers that gather their parameters when all have been written."""
         self.marks_masters = True
         """Whether raw masters have keys of their own; not while a checkpoint of the other mode is loaded."""
 
@@ -238,8 +246,8 @@ class Engine:
         return {
             fold.weight: fold.tp_group
             for one in self.sets
-            if one.weights.optimizer is optimizer
             for fold in one.folds
+            if fold.weight in one.weights.weights_stepped_by(optimizer)
         }
 
     @torch.no_grad()
@@ -272,7 +280,7 @@ class Engine:
 
 
 def passes_for(device: torch.device) -> Any:
-    """The module with ``split_gradient`` and ``fold_into`` for a device."""
+    """The module with ``split_parts`` and ``fold_parts`` for a device."""
     if device.type != "cuda":
         return torch_passes
     from megatron_scalevec.execution import kernels

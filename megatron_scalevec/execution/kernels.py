@@ -1,8 +1,15 @@
-"""The passes of :mod:`megatron_scalevec.execution.shard` as Triton kernels: each element is read once.
+"""The passes of :mod:`megatron_scalevec.execution.shard` as Triton kernels, over all shards in one launch.
 
-``split_gradient`` reads gradient and master once, writes the gradient once, and leaves two small arrays of
-partial sums; ``fold_into`` reads the master once and writes the live weight once. Partial sums are added in
-a fixed order, by torch and in float64: no atomic operation, so that a step can be repeated bit by bit.
+``split_parts`` reads every gradient and master once and writes the gradient once; ``fold_parts`` reads the
+master once and writes the live weight once. A program takes a block of rows of one branch across all columns,
+so γ_out's sums are its own; γ_in's are left as one partial sum per block, which a second kernel adds in a
+fixed order. Sums over more than a tile are in float64, and there is no atomic operation: a step can be
+repeated bit by bit. Partial sums take at most :data:`TEMPORARY_BYTES`; where all blocks would need more,
+there are several launches.
+
+Where a shard lies, its size and its vectors' places in the flat tensors of
+:class:`~megatron_scalevec.execution.table.VectorTable` come from small tables in the device's memory: a step
+of any model starts a handful of kernels.
 
 Imported on CUDA devices and by tests (``TRITON_INTERPRET=1`` runs the kernels without a GPU).
 """
@@ -17,218 +24,273 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_scalevec.execution.shard import Run, Scales
+from megatron_scalevec.execution.shard import Part
 
-__all__ = ["fold_into", "fold_kernel", "split_gradient", "split_kernel"]
+__all__ = ["TEMPORARY_BYTES", "fold_kernel", "fold_parts", "reduce_kernel", "split_kernel", "split_parts"]
 
 ROWS = 32
 COLUMNS = 128
+TEMPORARY_BYTES = 32 << 20
+"""Of partial sums at once."""
+
+_ALIGNMENT = 16
 
 
 @triton.jit
-def _tile(blocks, start, stop, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Where this program's tile lies: rows, columns, offset of its branch's γ_in, elements, and what of each
-    is inside."""
-    block, across = tl.program_id(0), tl.program_id(1)
-    row0 = tl.load(blocks + 3 * block)
-    row1 = tl.load(blocks + 3 * block + 1)
-    own = tl.load(blocks + 3 * block + 2)
-    row = row0 + tl.arange(0, ROWS)
-    column = across * COLUMNS + tl.arange(0, COLUMNS)
-    inside_row, inside_column = row < row1, column < columns
-    at = row.to(tl.int64)[:, None] * columns + column[None, :]
-    inside = inside_row[:, None] & inside_column[None, :] & (at >= start) & (at < stop)
-    return row, column, own, at, inside_row, inside_column, inside
+def _place(shards, blocks, block, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
+    """What a block works on: two tensors, elements [start, stop) and columns of the weight; rows
+    [row0, row1), and where γ_in and the block's γ_out begin, below zero for ones."""
+    own = blocks + 5 * block
+    shard = shards + 5 * tl.load(own)
+    target = tl.load(shard).to(tl.pointer_type(ELEMENT))
+    master = tl.load(shard + 1).to(tl.pointer_type(tl.float32))
+    start, stop, columns = tl.load(shard + 2), tl.load(shard + 3), tl.load(shard + 4)
+    if ALIGNED:
+        target, master = tl.multiple_of(target, 16), tl.multiple_of(master, 16)
+        start, stop = tl.multiple_of(start, 16), tl.multiple_of(stop, 16)
+        columns = tl.multiple_of(columns, 16)
+    return target, master, start, stop, columns, own
 
 
 @triton.jit
 def split_kernel(
-    grad,
-    master,
-    inner,
-    outer,
+    shards,
     blocks,
-    over_columns,
-    over_rows,
-    start,
-    stop,
-    columns,
-    first_row,
-    rows,
+    gamma,
+    totals,
+    partials,
+    width,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    """One tile: a block of rows of one branch, by a block of columns.
+    """One block of rows of one branch: G becomes dW, γ_out's sums are added to ``totals``.
 
-    grad, master: float32, elements [start, stop) of the weight. inner: float32, all γ_in, and outer: float32
-    per row of the shard. blocks: int32 [blocks, 3]: first row, end, offset of the branch's γ_in.
-    over_columns: float32 [column blocks, rows of the shard]; over_rows: float32 [row blocks, columns].
+    shards: int64 [shards, 5]: addresses of gradient and master, float32; first element, end, columns.
+    blocks: int64 [blocks, 5]: shard, first row, end, where γ_in begins in ``gamma``, where the block's γ_out.
+    gamma: float32; totals: float64, of the same layout. partials: float32 [blocks, width], γ_in's sums.
+    ALIGNED: whether addresses and sizes are multiples of 16.
     """
-    row, column, own, at, inside_row, inside_column, inside = _tile(
-        blocks, start, stop, columns, ROWS, COLUMNS
-    )
-    block, across = tl.program_id(0), tl.program_id(1)
-    g = tl.load(grad + (at - start), mask=inside, other=0.0)
-    w = tl.load(master + (at - start), mask=inside, other=0.0)
-    s_in = tl.load(inner + own + column, mask=inside_column, other=0.0)
-    s_out = tl.load(outer + (row - first_row), mask=inside_row, other=0.0)
-    by_weight = g * w
-    tl.store(
-        over_columns + across * rows + (row - first_row),
-        tl.sum(by_weight * s_in[None, :], axis=1),
-        mask=inside_row,
-    )
-    tl.store(
-        over_rows + block.to(tl.int64) * columns + column,
-        tl.sum(by_weight * s_out[:, None], axis=0),
-        mask=inside_column,
-    )
-    tl.store(grad + (at - start), g * s_in[None, :] * s_out[:, None], mask=inside)
+    block = tl.program_id(0).to(tl.int64)
+    grad, master, start, stop, columns, own = _place(shards, blocks, block, tl.float32, ALIGNED)
+    row0, row1 = tl.load(own + 1), tl.load(own + 2)
+    at_in, at_out = tl.load(own + 3), tl.load(own + 4)
+    within = tl.arange(0, ROWS)
+    row = row0 + within
+    inside_row = row < row1
+    has_out = inside_row & (at_out >= 0)
+    s_out = tl.load(gamma + at_out + within, mask=has_out, other=1.0)
+    sums = tl.zeros([ROWS], tl.float64)
+    for column0 in range(0, columns, COLUMNS):
+        column = column0 + tl.arange(0, COLUMNS)
+        inside_column = column < columns
+        has_in = inside_column & (at_in >= 0)
+        at = row[:, None] * columns + column[None, :]
+        inside = inside_row[:, None] & inside_column[None, :] & (at >= start) & (at < stop)
+        g = tl.load(grad + (at - start), mask=inside, other=0.0)
+        w = tl.load(master + (at - start), mask=inside, other=0.0)
+        s_in = tl.load(gamma + at_in + column, mask=has_in, other=1.0)
+        by_weight = g * w
+        sums += tl.sum(by_weight * s_in[None, :], axis=1).to(tl.float64)
+        tl.store(partials + block * width + column, tl.sum(by_weight * s_out[:, None], axis=0), mask=has_in)
+        tl.store(grad + (at - start), g * s_in[None, :] * s_out[:, None], mask=inside)
+    total = totals + at_out + within
+    tl.store(total, tl.load(total, mask=has_out, other=0.0) + sums, mask=has_out)
+
+
+@triton.jit
+def reduce_kernel(vectors, order, partials, totals, width, COLUMNS: tl.constexpr):
+    """Some columns of one γ_in: the partial sums of its blocks, in their order, are added to ``totals``.
+
+    vectors: int64 [vectors, 4]: where it begins, columns, first and end in ``order``. order: int64 blocks.
+    """
+    own = vectors + 4 * tl.program_id(0)
+    begin, columns = tl.load(own), tl.load(own + 1)
+    first, end = tl.load(own + 2), tl.load(own + 3)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    sums = tl.zeros([COLUMNS], tl.float64)
+    for index in range(first, end):
+        block = tl.load(order + index)
+        sums += tl.load(partials + block * width + column, mask=inside, other=0.0).to(tl.float64)
+    total = totals + begin + column
+    tl.store(total, tl.load(total, mask=inside, other=0.0) + sums, mask=inside)
 
 
 @triton.jit
 def fold_kernel(
-    live,
-    master,
-    inner,
-    outer,
+    shards,
     blocks,
-    start,
-    stop,
-    columns,
-    first_row,
+    gamma,
+    like,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    """One tile of live := cast((W ⊙ γ_in) ⊙ γ_out); arguments as of :func:`split_kernel`."""
-    row, column, own, at, inside_row, inside_column, inside = _tile(
-        blocks, start, stop, columns, ROWS, COLUMNS
-    )
-    w = tl.load(master + (at - start), mask=inside, other=0.0)
-    s_in = tl.load(inner + own + column, mask=inside_column, other=0.0)
-    s_out = tl.load(outer + (row - first_row), mask=inside_row, other=0.0)
-    folded = w * s_in[None, :] * s_out[:, None]
-    tl.store(live + (at - start), folded.to(live.dtype.element_ty), mask=inside)
+    """One block of live := cast((W ⊙ γ_in) ⊙ γ_out). ``like``: any tensor of the live weights'
+    dtype; the rest as for :func:`split_kernel`, with the live weight in the gradient's place."""
+    block = tl.program_id(0).to(tl.int64)
+    live, master, start, stop, columns, own = _place(shards, blocks, block, like.dtype.element_ty, ALIGNED)
+    row0, row1 = tl.load(own + 1), tl.load(own + 2)
+    at_in, at_out = tl.load(own + 3), tl.load(own + 4)
+    within = tl.arange(0, ROWS)
+    row = row0 + within
+    inside_row = row < row1
+    s_out = tl.load(gamma + at_out + within, mask=inside_row & (at_out >= 0), other=1.0)
+    for column0 in range(0, columns, COLUMNS):
+        column = column0 + tl.arange(0, COLUMNS)
+        inside_column = column < columns
+        at = row[:, None] * columns + column[None, :]
+        inside = inside_row[:, None] & inside_column[None, :] & (at >= start) & (at < stop)
+        w = tl.load(master + (at - start), mask=inside, other=0.0)
+        s_in = tl.load(gamma + at_in + column, mask=inside_column & (at_in >= 0), other=1.0)
+        folded = w * s_in[None, :] * s_out[:, None]
+        tl.store(live + (at - start), folded.to(like.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Blocks whose partial sums are there at once, and no two of which add to the same entry of γ_out."""
+
+    blocks: torch.Tensor
+    order: torch.Tensor
+    vectors: torch.Tensor
+    width: int
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a shard is cut into blocks of rows; the same in every step."""
+    """How some shards are cut into blocks of rows; the same in every step."""
 
-    blocks: torch.Tensor  # int32 [blocks, 3]: first row, end, offset of the branch's γ_in; by branch
-    spans: tuple[tuple[int, int], ...]  # blocks of each branch
-    channels: torch.Tensor  # int64 [rows of the shard], in the branches' γ_out one after the other
-    first_row: int
-    rows: int
+    blocks: torch.Tensor
+    launches: tuple[_Launch, ...]
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    start: int, stop: int, columns: int, runs: tuple[Run, ...], sizes: tuple[int, ...], device: torch.device
-) -> _Plan:
-    first_row, end_row = start // columns, -(-stop // columns)
-    blocks: list[list[tuple[int, int, int]]] = [[] for _ in sizes]
-    channels = []
-    for run in runs:
-        low, high = max(first_row, run.start), min(end_row, run.stop)
-        at = sum(sizes[: run.branch]) + run.channel - run.start
-        channels += range(at + low, at + high)
+Block = tuple[int, int, int, int, int]
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(parts: tuple[Part, ...], device: torch.device) -> _Plan:
+    waves: list[list[tuple[int, list[Block]]]] = []
+    next_wave: dict[int, int] = {}
+    every: list[Block] = []
+    for index, part in enumerate(parts):
+        own = _blocks(index, part)
+        every += own
+        outer = {at for at in part.outer if at is not None}
+        wave = max((next_wave.get(at, 0) for at in outer), default=0)
+        next_wave.update(dict.fromkeys(outer, wave + 1))
+        waves += [[] for _ in range(wave + 1 - len(waves))]
+        waves[wave].append((part.columns, own))
+    launches = []
+    for wave in waves:
+        width = max(columns for columns, _ in wave)
+        blocks = [(columns, block) for columns, own in wave for block in own]
+        most = max(1, TEMPORARY_BYTES // (4 * width))
+        launches += [
+            _launch(blocks[first : first + most], width, device) for first in range(0, len(blocks), most)
+        ]
+    return _Plan(_table(every, 5, device), tuple(launches))
+
+
+def _blocks(index: int, part: Part) -> list[Block]:
+    low_row, high_row = part.start // part.columns, -(-part.stop // part.columns)
+    found = []
+    for run in part.runs:
+        low, high = max(low_row, run.start), min(high_row, run.stop)
+        inner, outer = part.inner[run.branch], part.outer[run.branch]
         for row in range(low, high, ROWS):
-            blocks[run.branch].append((row, min(row + ROWS, high), run.branch * columns))
-    ends = [sum(map(len, blocks[: branch + 1])) for branch in range(len(sizes))]
-    return _Plan(
-        torch.tensor([block for own in blocks for block in own], dtype=torch.int32).to(device),
-        tuple(zip([0, *ends], ends)),
-        torch.tensor(channels).to(device),
-        first_row,
-        end_row - first_row,
+            at_out = -1 if outer is None else outer + run.channel + row - run.start
+            found.append((index, row, min(row + ROWS, high), -1 if inner is None else inner, at_out))
+    return found
+
+
+def _launch(blocks: list[tuple[int, Block]], width: int, device: torch.device) -> _Launch:
+    of_vector: dict[tuple[int, int], list[int]] = {}
+    for place, (columns, block) in enumerate(blocks):
+        if block[3] >= 0:
+            of_vector.setdefault((block[3], columns), []).append(place)
+    begins = sorted(of_vector)
+    if any(begin + columns > other for (begin, columns), (other, _) in zip(begins, begins[1:])):
+        # Two programs would add to the same entries at once.
+        raise RuntimeError("two weights of one rank use parts of one scale vector that overlap")
+    order: list[int] = []
+    vectors = []
+    for (begin, columns), places in of_vector.items():
+        vectors.append((begin, columns, len(order), len(order) + len(places)))
+        order += places
+    return _Launch(
+        _table([block for _, block in blocks], 5, device),
+        torch.tensor(order, dtype=torch.int64).to(device),
+        _table(vectors, 4, device),
+        width,
     )
 
 
-def _sizes(runs: Sequence[Run], branches: int) -> tuple[int, ...]:
-    """Channels of each branch that the rows come from, as many as a vector must have."""
-    ends = [0] * branches
-    for run in runs:
-        ends[run.branch] = max(ends[run.branch], run.channel + run.stop - run.start)
-    return tuple(ends)
+def _table(rows: Sequence[tuple[int, ...]], columns: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64).view(-1, columns).to(device)
 
 
-def _prepare(
-    start: int, stop: int, columns: int, runs: Sequence[Run], scales: Scales, device: torch.device
-) -> tuple[_Plan, torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """The plan, γ_in [branches · columns], γ_out [rows of the shard], and sizes; ones where there is none."""
-    sizes = _sizes(runs, len(scales.inner))
-    plan = _plan(start, stop, columns, tuple(runs), sizes, device)
-    some = next(v for v in (*scales.inner, *scales.outer) if v is not None)
-    inner = torch.cat([some.new_ones(columns) if v is None else v for v in scales.inner])
-    outer = torch.cat(
-        [some.new_ones(n) if v is None else v[:n] for v, n in zip(scales.outer, sizes)]
-    ).index_select(0, plan.channels)
-    return plan, inner, outer, sizes
+def _shards(
+    parts: Sequence[Part], targets: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, bool]:
+    """Addresses as they are now, and whether all of it is aligned."""
+    rows = [
+        (target.data_ptr(), master.data_ptr(), part.start, part.stop, part.columns)
+        for part, target, master in zip(parts, targets, masters)
+    ]
+    aligned = all(number % _ALIGNMENT == 0 for row in rows for number in row)
+    return _table(rows, 5, masters[0].device), aligned
 
 
-def split_gradient(
-    grad: torch.Tensor,
-    master: torch.Tensor,
-    start: int,
-    columns: int,
-    runs: Sequence[Run],
-    scales: Scales,
-    sums: Scales,
+def split_parts(
+    parts: Sequence[Part],
+    gradients: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor],
+    gamma: torch.Tensor,
+    totals: torch.Tensor,
 ) -> None:
-    """As :func:`megatron_scalevec.execution.shard.split_gradient`."""
-    stop = start + grad.numel()
-    plan, inner, outer, sizes = _prepare(start, stop, columns, runs, scales, grad.device)
-    across = triton.cdiv(columns, COLUMNS)
-    over_columns = grad.new_empty(across, plan.rows)
-    over_rows = grad.new_empty(len(plan.blocks), columns)
-    split_kernel[(len(plan.blocks), across)](
-        grad,
-        master,
-        inner,
-        outer,
-        plan.blocks,
-        over_columns,
-        over_rows,
-        start,
-        stop,
-        columns,
-        plan.first_row,
-        plan.rows,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-    )
-    totals = over_columns.new_zeros(sum(sizes), dtype=torch.float64)
-    totals.index_copy_(0, plan.channels, over_columns.sum(0, dtype=torch.float64))
-    for total, own in zip(sums.outer, totals.split(sizes)):
-        if total is not None:
-            total[: own.numel()] += own
-    for total, (first, end) in zip(sums.inner, plan.spans):
-        if total is not None and first < end:
-            total += over_rows[first:end].sum(0, dtype=torch.float64)
+    """As :func:`megatron_scalevec.execution.shard.split_parts`."""
+    if not parts:
+        return
+    plan = _plan(tuple(parts), gamma.device)
+    shards, aligned = _shards(parts, gradients, masters)
+    for launch in plan.launches:
+        partials = gamma.new_empty(len(launch.blocks), launch.width)
+        split_kernel[(len(launch.blocks),)](
+            shards,
+            launch.blocks,
+            gamma,
+            totals,
+            partials,
+            launch.width,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            ALIGNED=aligned,
+        )
+        if len(launch.vectors):
+            reduce_kernel[(len(launch.vectors), triton.cdiv(launch.width, COLUMNS))](
+                launch.vectors, launch.order, partials, totals, launch.width, COLUMNS=COLUMNS
+            )
 
 
-def fold_into(
-    live: torch.Tensor,
-    master: torch.Tensor,
-    start: int,
-    columns: int,
-    runs: Sequence[Run],
-    scales: Scales,
+def fold_parts(
+    parts: Sequence[Part],
+    lives: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor],
+    gamma: torch.Tensor,
 ) -> None:
-    """As :func:`megatron_scalevec.execution.shard.fold_into`."""
-    stop = start + master.numel()
-    plan, inner, outer, _ = _prepare(start, stop, columns, runs, scales, master.device)
-    fold_kernel[(len(plan.blocks), triton.cdiv(columns, COLUMNS))](
-        live,
-        master,
-        inner,
-        outer,
-        plan.blocks,
-        start,
-        stop,
-        columns,
-        plan.first_row,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
+    """As :func:`megatron_scalevec.execution.shard.fold_parts`; all live weights are of one dtype.
+
+    Raises:
+        RuntimeError: They are not.
+    """
+    if not parts:
+        return
+    if len({live.dtype for live in lives}) > 1:
+        raise RuntimeError("live weights of several dtypes are not folded together")
+    plan = _plan(tuple(parts), gamma.device)
+    shards, aligned = _shards(parts, lives, masters)
+    fold_kernel[(len(plan.blocks),)](
+        shards, plan.blocks, gamma, lives[0], ROWS=ROWS, COLUMNS=COLUMNS, ALIGNED=aligned
     )

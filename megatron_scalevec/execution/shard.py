@@ -9,6 +9,7 @@ Plain torch, no Megatron; :mod:`megatron_scalevec.execution.kernels` has the sam
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,18 @@ import torch
 
 from megatron_scalevec.fold import RowMap
 
-__all__ = ["Run", "Scales", "fold_into", "rectangles", "runs_of", "split_gradient", "unfold_into"]
+__all__ = [
+    "Part",
+    "Run",
+    "Scales",
+    "fold_into",
+    "fold_parts",
+    "rectangles",
+    "runs_of",
+    "split_gradient",
+    "split_parts",
+    "unfold_into",
+]
 
 # Elements of the one temporary. On the CPU it is to stay in the cache between the passes over it.
 _ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 22}
@@ -105,6 +117,74 @@ def _factors(scales: Scales, piece: _Rectangle) -> tuple[torch.Tensor | None, to
         None if inner is None else inner[piece.columns],
         None if outer is None else outer[piece.channels],
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A shard, and where its vectors lie in flat tensors that hold those of many weights.
+
+    Attributes:
+        start, stop: Elements of the weight.
+        columns: Of the weight.
+        runs: Of its rows.
+        inner: One entry per branch: where γ_in [columns] begins, None for ones.
+        outer: Where γ_out [channels of the branch] begins.
+    """
+
+    start: int
+    stop: int
+    columns: int
+    runs: tuple[Run, ...]
+    inner: tuple[int | None, ...]
+    outer: tuple[int | None, ...]
+
+    @functools.cached_property
+    def _channels(self) -> tuple[int, ...]:
+        """Of each branch, as many as the rows reach to."""
+        found = [0] * len(self.outer)
+        for run in self.runs:
+            found[run.branch] = max(found[run.branch], run.channel + run.stop - run.start)
+        return tuple(found)
+
+    def scales(self, flat: torch.Tensor) -> Scales:
+        """The branches' vectors as views of a flat tensor."""
+        return Scales(
+            [None if at is None else flat[at : at + self.columns] for at in self.inner],
+            [None if at is None else flat[at : at + size] for at, size in zip(self.outer, self._channels)],
+        )
+
+
+def split_parts(
+    parts: Sequence[Part],
+    gradients: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor],
+    gamma: torch.Tensor,
+    totals: torch.Tensor,
+) -> None:
+    """:func:`split_gradient` of several shards.
+
+    Args:
+        parts: The shards.
+        gradients: float32 [shard] of each, G on entry and dW on return.
+        masters: float32 [shard] of each.
+        gamma: float32 [all vectors].
+        totals: float64, of the same layout; the vectors' gradients are added to it.
+    """
+    for part, gradient, master in zip(parts, gradients, masters):
+        split_gradient(
+            gradient, master, part.start, part.columns, part.runs, part.scales(gamma), part.scales(totals)
+        )
+
+
+def fold_parts(
+    parts: Sequence[Part],
+    lives: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor],
+    gamma: torch.Tensor,
+) -> None:
+    """:func:`fold_into` of several shards; arguments as of :func:`split_parts`, and their live weights."""
+    for part, live, master in zip(parts, lives, masters):
+        fold_into(live, master, part.start, part.columns, part.runs, part.scales(gamma))
 
 
 def split_gradient(

@@ -28,20 +28,26 @@ _NAME = "gamma"
 class ScaledNorm:
     """Mixin over any norm class: its output times γ. A LayerNorm's bias belongs to the norm's output.
 
-    The product is taken in the activations' dtype, after the norm has rounded to it.
+    torch's RMSNorm takes γ in place of its own scale, in the same pass. Other norms have kernels that read
+    the scale from their parameter: the product is taken after them, in the activations' dtype.
     """
 
     scalevec_tp_group = None  # set where each rank sees only its own heads and nobody else sums
 
     def forward(self, *args, **kwargs):
         """As the norm's; the first of several outputs (fused residual norms) is scaled."""
-        out = super().forward(*args, **kwargs)
         gamma = compose_vector(self, _NAME)
         if self.scalevec_tp_group is not None:
             gamma = common.sum_gradient_over_tensor_parallel(gamma, self.scalevec_tp_group)
+        if isinstance(self, torch.nn.RMSNorm):
+            return self._with_scale(gamma, *args, **kwargs)
+        out = super().forward(*args, **kwargs)
         if isinstance(out, tuple):
             return (out[0] * gamma.to(out[0].dtype), *out[1:])
         return out * gamma.to(out.dtype)
+
+    def _with_scale(self, gamma: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, gamma.to(x.dtype), self.eps)
 
     def _apply(self, fn, recurse=True):
         keep_dtype(self, lambda: super(ScaledNorm, self)._apply(fn, recurse))

@@ -9,56 +9,88 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from megatron_scalevec.execution import kernels, shard
-from megatron_scalevec.execution.shard import Scales, runs_of
+from megatron_scalevec.execution.shard import Part, Run, runs_of
 from megatron_scalevec.fold import qkv_row_map
 
 COLUMNS = 200  # more than one block of them, the last one not full
 ROWS = qkv_row_map(num_query_groups=2, query_heads_per_group=2, head_dim=20, tp_rank=0, tp_size=1)
 RUNS = runs_of(ROWS)
 TOTAL = len(ROWS.branch_of_row) * COLUMNS
+# Where vectors lie in the flat tensors: three γ_in, then three γ_out.
+INNER = tuple(COLUMNS * branch for branch in range(3))
+OUTER = tuple(3 * COLUMNS + sum(ROWS.sizes[:branch]) for branch in range(3))
+FLAT = 3 * COLUMNS + sum(ROWS.sizes)
+
+
+def qkv(start: int, stop: int, has_in: bool, has_out: bool) -> Part:
+    """A shard of the weight; the second branch has no γ_in."""
+    inner = tuple(at if has_in and branch != 1 else None for branch, at in enumerate(INNER))
+    return Part(start, stop, COLUMNS, RUNS, inner, OUTER if has_out else (None,) * 3)
 
 
 def main() -> None:
-    generator = torch.Generator().manual_seed(0)
-    results = []
-    for has_in, has_out in ((True, True), (True, False), (False, True)):
-        inner = [
-            1 + torch.rand(COLUMNS, generator=generator) if has_in and b != 1 else None for b in range(3)
-        ]
-        outer = [1 + torch.rand(n, generator=generator) if has_out else None for n in ROWS.sizes]
-        scales = Scales(inner, outer)
-        for start, stop in ((0, TOTAL), (3333, TOTAL - 77), (450, 460)):
-            results.append(compare(scales, start, stop, generator))
+    several = [qkv(0, TOTAL, True, True), qkv(3333, TOTAL - 77, True, False), qkv(450, 460, True, True)]
+    whole = qkv(0, TOTAL, True, True)
+    # Another weight, of fewer columns.
+    narrow = Part(32, 64 * 48, 48, (Run(0, 64, 0, 0),), (FLAT,), (FLAT + 48,))
+    cases = {
+        "one": [whole],
+        "without γ_out": [qkv(0, TOTAL, True, False)],
+        "without γ_in": [qkv(3333, TOTAL, False, True)],
+        "cut anywhere": several,
+        "one vector for several weights": [whole, qkv(0, TOTAL, True, True), narrow],
+        "none": [],
+    }
+    results = {name: compare(parts) for name, parts in cases.items()}
+    # Blocks of each launch: the weights with one γ_out after each other, the third beside the first.
+    here = torch.device("cpu")
+    results["in turn"] = [
+        len(launch.blocks)
+        for launch in kernels._plan(tuple(cases["one vector for several weights"]), here).launches
+    ]
+    kernels.TEMPORARY_BYTES = 4 * COLUMNS * 3  # three blocks at once
+    kernels._plan.cache_clear()
+    results["several launches"] = compare([*cases["one vector for several weights"], *several])
+    results["launches"] = [len(launch.blocks) for launch in kernels._plan((whole, narrow), here).launches]
+    results["refused"] = refusals(whole)
     json.dump(results, sys.stdout)
 
 
-def compare(scales: Scales, start: int, stop: int, generator: torch.Generator) -> dict[str, object]:
-    def draw() -> torch.Tensor:
-        return torch.randn(stop - start, generator=generator)
-
-    def zeros() -> Scales:
-        pairs = (scales.inner, scales.outer)
-        return Scales(
-            *([None if v is None else torch.zeros(len(v), dtype=torch.float64) for v in vs] for vs in pairs)
-        )
-
-    gradient, master = draw(), draw()
-    found = {}
+def compare(parts: list[Part]) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(0)
+    gamma = 1 + torch.rand(FLAT + 48 + 64, generator=generator)
+    sizes = [part.stop - part.start for part in parts]
+    gradients, masters = ([torch.randn(n, generator=generator) for n in sizes] for _ in range(2))
+    found = []
     for passes in (shard, kernels):
-        own, sums = gradient.clone(), zeros()
-        passes.split_gradient(own, master, start, COLUMNS, RUNS, scales, sums)
-        live = {dtype: torch.zeros(stop - start, dtype=dtype) for dtype in (torch.float32, torch.float16)}
-        for tensor in live.values():
-            passes.fold_into(tensor, master, start, COLUMNS, RUNS, scales)
-        found[passes] = own, sums, live
-    (g0, s0, l0), (g1, s1, l1) = found.values()
-    pairs = zip([*s0.inner, *s0.outer], [*s1.inner, *s1.outer])
-    sums = [float((a - b).abs().max()) / max(1.0, float(a.abs().max())) for a, b in pairs if a is not None]
+        own, totals = [g.clone() for g in gradients], torch.ones(gamma.numel(), dtype=torch.float64)
+        passes.split_parts(parts, own, masters, gamma, totals)
+        live = [[torch.zeros(n, dtype=dtype) for n in sizes] for dtype in (torch.float32, torch.float16)]
+        for of_dtype in live:
+            passes.fold_parts(parts, of_dtype, masters, gamma)
+        found.append((own, totals, sum(live, [])))
+    (g0, t0, l0), (g1, t1, l1) = found
     return {
-        "gradient": torch.equal(g0, g1),
-        "live": all(torch.equal(l0[dtype], l1[dtype]) for dtype in l0),
-        "sums": max(sums),
+        "gradient": all(map(torch.equal, g0, g1)),
+        "live": all(map(torch.equal, l0, l1)),
+        "sums": float((t0 - t1).abs().max() / t0.abs().max()),
     }
+
+
+def refusals(whole: Part) -> list[str]:
+    """What is said of vectors that overlap, and of live weights of two dtypes."""
+    shifted = Part(0, TOTAL, COLUMNS, RUNS, (INNER[0] + 1, None, None), (None,) * 3)
+    said = []
+    masters = [torch.zeros(TOTAL) for _ in range(2)]
+    for act in (
+        lambda: kernels.split_parts([whole, shifted], masters, masters, torch.ones(FLAT), torch.ones(FLAT)),
+        lambda: kernels.fold_parts([whole] * 2, [masters[0], masters[1].half()], masters, torch.ones(FLAT)),
+    ):
+        try:
+            act()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
 
 
 main()

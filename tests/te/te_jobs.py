@@ -29,11 +29,77 @@ def compare_with_reference(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     )
 
 
+def expert_gradients(**given: Any) -> dict[str, Any]:
+    """As the job of that name, on TransformerEngine's layers."""
+    kernels.replace_optimizers()
+    return jobs.expert_gradients(**{**given, "overrides": {**given["overrides"], "implementation": TE}})
+
+
+def expert_audit(overrides: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]:
+    """As the job of that name, on TransformerEngine's grouped experts."""
+    own = {"implementation": TE, "moe_grouped_gemm": True}
+    return jobs.expert_audit(**given, overrides={**own, **(overrides or {})})
+
+
 def round_trips(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As the job of that name, on TransformerEngine's layers."""
     return jobs.round_trips(
         folder, [{**case, "overrides": {**case.get("overrides", {}), "implementation": TE}} for case in cases]
     )
+
+
+def joined_and_apart(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Save latent attention with one down-projection, load it into a model with two.
+
+    Returns:
+        Digests of both models' parameters by checkpoint key, the joined weight cut into its halves.
+    """
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from ranks.initial import fill_by_name
+    from ranks.jobs import storing
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    found = []
+    for joined in (True, False):
+        overrides = {"implementation": TE, "mla_down_proj_fusion": joined}
+        model, strategy = storing._build("mla", {"strategy": "unified"}, "float32", overrides)
+        fill_by_name(model, 0, 1)
+        if joined:
+            storing.save(model, folder, strategy)
+        else:  # the two differ in what TransformerEngine keeps of its own
+            storing.load(model, folder, strict="ignore_all")
+        found.append(
+            {
+                (entry.key, entry.global_offset): float(entry.data.double().sum())
+                for entry in model.sharded_state_dict().values()
+                if isinstance(entry, ShardedTensor) and "down_proj" in entry.key
+            }
+        )
+    return tuple(found)
+
+
+def fold_joined(folder: str) -> float:
+    """Fold a model whose one down-projection has one input scale; the difference of the products."""
+    from ranks.initial import fill_by_name
+    from ranks.jobs import storing
+    from ranks.models import initialize_parallel
+
+    from megatron_scalevec.checkpoint.commands import fold_checkpoint
+    from megatron_scalevec.checkpoint.store import CheckpointReader
+    from megatron_scalevec.checkpoint.verify import compare_products
+
+    initialize_parallel()
+    overrides = {"implementation": TE, "mla_down_proj_fusion": True}
+    model, strategy = storing._build("mla", {"strategy": "or"}, "float32", overrides)
+    fill_by_name(model, 0, 1)
+    storing.save(model, f"{folder}/saved", strategy)
+    before = storing._logits(model)
+    fold_checkpoint(f"{folder}/saved", f"{folder}/out", check=False)
+    stock, _ = storing._build("mla", None, "float32", overrides)
+    storing.load(stock, f"{folder}/out")
+    paths = (CheckpointReader(f"{folder}/{name}") for name in ("saved", "out"))
+    return max(storing._difference(storing._logits(stock), before), compare_products(*paths))
 
 
 def gradients(sabotage: str | None = None, **given: Any) -> dict[str, Any]:
@@ -328,11 +394,6 @@ def gpu_check_on_the_cpu(implementation: str, precision: str, broken: bool = Fal
         for kind, strategy in (("llama", "unified"), ("gpt2", "dp"))
     ]
     lines = [gpu_check.describe_numbers(row) for row in rows]
-    if precision == "bf16" and implementation == "local":
-        sizes = {"layers": 1, "hidden": 32, "heads": 4, "groups": 2, "ffn": 64, "vocabulary": 64}
-        tiny = {"sizes": sizes, "sequence": 8, "batch": 1, "rounds": 2, "steps": 1}
-        row = gpu_check.time_steps(implementation, "unified", device="cpu", **tiny)
-        lines.append(gpu_check.describe_times(row))
     return {"right": [row["right"] for row in rows], "lines": lines}
 
 
@@ -435,3 +496,11 @@ def _leaves(node: Any):
         return
     for item in node:
         yield from _leaves(item)
+
+
+def compare_executions(cases: list[dict[str, Any]], **given: Any) -> list[dict[str, Any]]:
+    """As the job of that name, on TransformerEngine's layers."""
+    kernels.replace_optimizers()
+    return jobs.compare_executions(
+        [{**case, "model": {"implementation": TE, **case.get("model", {})}} for case in cases], **given
+    )

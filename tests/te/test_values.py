@@ -61,11 +61,9 @@ def test_float32_vectors_in_a_bf16_model(te_ranks):
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_the_gpu_check_does(te_ranks, implementation, precision):
-    """Its verdict on a CPU, right and wrong, and its timing of local layers."""
+    """Its verdict on a CPU, right and wrong."""
     arguments = {"implementation": implementation, "precision": precision}
     [broken] = te_ranks.run("gpu_check_on_the_cpu", broken=True, **arguments)
     assert broken["right"] == [False, False], "\n".join(broken["lines"])
     [found] = te_ranks.run("gpu_check_on_the_cpu", **arguments)
     assert found["right"] == [True, True], "\n".join(found["lines"])
-    timed = [line for line in found["lines"] if "ms a step" in line]
-    assert len(timed) == (precision == "bf16" and implementation == "local")
