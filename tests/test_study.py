@@ -399,12 +399,13 @@ def test_report(tmp_path):
         "| `stock` | 3.0000 | **2.0000** | 3.0000 |",
         "| `hg` | 1.9500 | 2.0490 | 2.1510 |",
         "Each of the 3 intervals",
+        "tuned on one seed, 99, among few rates",
         "unified has a norm on v",
         "Without it: unified+branches-off=v.",
         "](loss-adam.png)",
     ):
         assert text in page, text
-    assert "lowest or highest" not in page
+    assert "lowest or highest" not in page and "shorter runs favour" not in page
 
 
 def test_report_of_a_study_that_is_not_complete(tmp_path):
@@ -463,6 +464,24 @@ def test_the_page_in_the_documentation_is_what_its_figures_say():
     for report in studies:
         options = parse(shlex.split(command(report))[2:])
         assert options.record() == report["options"], "the command on the page makes another study"
+
+
+def test_report_says_what_short_tuning_may_have_done(tmp_path):
+    options = parse(["--arms", "hg", "--rates", "1e-3,2e-3,4e-3", "--steps", "60", "--tuning-steps", "20"])
+    store = opened(tmp_path / "study", options)
+    for arm, best in (("stock", "lr0_001"), ("hg", "lr0_002")):
+        for name, loss in losses_at(
+            options, arm, lr0_0005=3.0, lr0_001=2.5, lr0_002=2.5, lr0_004=3.0
+        ).items():
+            [job] = [job for job in wanted(options, {}) if job.name == name] or [None]
+            if job is not None:
+                result(store, job, loss - (f"lr{job.rate:g}" == best.replace("_", ".")))
+    jobs = [job for job in wanted(options, store.losses()) if job.stage == "tune"]
+    assert [job.rate for job in jobs] == [5e-4], "the lowest rate was stock's best"
+    result(store, jobs[0], 3.0)
+    notes = " ".join(make_report(store)["notes"])
+    assert "had 20 steps, the others 60" in notes and "may be differences between rates" in notes
+    assert parse(["--steps", "60"]).tuning_steps == 60
 
 
 def test_runs_are_named_apart():
