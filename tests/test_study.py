@@ -280,7 +280,6 @@ LOADED = re.compile(r"successfully loaded checkpoint .*at iteration\s+(\d+)")
 @pytest.mark.needs_training
 def test_a_killed_study_goes_on_and_ends_with_the_same_report(tmp_path):
     """SIGKILL, as from a machine that runs out of memory: no handler runs, and no run of it may live on."""
-    pytest.importorskip("matplotlib")
     interval = 8
     argv = (
         f"--arms hg --rates 4e-3 --seeds 1 --steps 48 --save-interval {interval} --layers 1 --hidden-size 64"
@@ -371,7 +370,6 @@ def fill(store, options, losses):
 
 
 def test_report(tmp_path):
-    pytest.importorskip("matplotlib")
     options = parse(
         ["--arms", "hg,unified,unified+branches-off=v", "--rates", "1e-3,2e-3,4e-3", "--steps", "60"]
     )
