@@ -327,6 +327,10 @@ def test_a_killed_study_goes_on_and_ends_with_the_same_report(tmp_path):
             assert reached <= interval, "it began anew in spite of a checkpoint"
     assert resumed, "nothing was under way when it was killed"
     reports = [json.loads((folder / "report.json").read_text()) for folder in (whole, killed)]
+    # It is read off training losses, of which the log gives one to a last digit less where a run goes on.
+    ratios = [report["cells"][1].pop("token_ratio")["mean"] for report in reports]
+    assert ratios[0] == pytest.approx(ratios[1], rel=1e-5)
+    assert (whole / "report.md").read_text() == (killed / "report.md").read_text()
     assert reports[0] == reports[1] and reports[0]["complete"]
     assert (killed / "loss-adam.png").is_file()
     assert [run.label for run in read_runs(killed)] == ["stock", "hg"]
