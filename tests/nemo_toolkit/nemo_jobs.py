@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import logging
+import os
 import sys
 import types
 from pathlib import Path
@@ -301,6 +302,8 @@ def pretrain(factory: str, yaml: str, folder: str, steps: int) -> dict[str, Any]
     recipe.log.tensorboard = recipe.log.wandb = None
     # The last checkpoint of a run has no optimizer otherwise.
     recipe.log.ckpt.save_optim_on_train_end = True
+    # Lightning's own logs go to the working directory.
+    os.chdir(folder)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):

@@ -49,12 +49,13 @@ def compare_executions(
     """Train every case in both modes.
 
     Args:
-        cases: ``config`` of the strategy; ``kind`` of model, or ``pattern`` of a hybrid; ``experts``: a key of
-            :data:`ranks.models.EXPERTS`; ``without_tokens``: an expert that no token is sent to;
+        cases: ``config`` of the strategy; ``kind`` of model, or ``pattern`` of a hybrid; ``experts``: a key
+            of :data:`ranks.models.EXPERTS`; ``without_tokens``: an expert that no token is sent to;
             ``precision`` (``exact``: float32 live weights beside float32 masters; ``bf16``);
             ``distributed``: the distributed optimizer; ``overlap``: of the gradient reduction and of the
             gathering of parameters; ``model``: overrides of the model's configuration; ``ddp``: of DDP's;
-            ``optimizer``: its name; ``steps``.
+            ``optimizer``: its name; ``layer_wise``: whether every weight is stepped on one data-parallel
+            rank, and everything else by the distributed optimizer behind it; ``steps``.
         sequence_parallel: Of the model.
         fault: Of :data:`ranks.jobs.faults.FAULTS`, in the optimizer's mode.
         sizes: Of Megatron's groups.
@@ -121,15 +122,16 @@ def _build(
     sequence_parallel: bool,
     sizes: dict[str, int],
     *,
-    config: dict[str, Any],
+    config: dict[str, Any] | None,
     precision: str = "exact",
     distributed: bool = True,
     overlap: bool = False,
     ddp: dict[str, Any] | None = None,
     optimizer: str = "adam",
+    layer_wise: bool = False,
     **model: Any,
 ):
-    """(the model's chunks, the same wrapped for data parallelism, optimizer)"""
+    """(the model's chunks, the same wrapped for data parallelism, optimizer); stock without ``config``."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -144,7 +146,7 @@ def _build(
     from megatron_scalevec.execution.folds import fold_live_weights
 
     tp = parallel_state.get_tensor_model_parallel_rank(), sizes.get("tensor_model_parallel_size", 1)
-    strategy = ScaleVecConfig(**config, execution=mode)
+    strategy = ScaleVecConfig() if config is None else ScaleVecConfig(**config, execution=mode)
     gather = overlap and distributed
     chunks, wrapped = [], []
     for stage in range(sizes.get("virtual_pipeline_model_parallel_size", 1)):
@@ -165,17 +167,18 @@ def _build(
             "grad_reduce_in_fp32": True,
             **(ddp or {}),
         }
-        wrapped.append(
-            DistributedDataParallel(chunk.config, DistributedDataParallelConfig(**wrapping), chunk)
-        )
+        wrapping = DistributedDataParallelConfig(**wrapping)
+        layout = {"full_param_layout": _layer_wise_layout(chunk, wrapping)} if layer_wise else {}
+        wrapped.append(DistributedDataParallel(chunk.config, wrapping, chunk, **layout))
     steps = OptimizerConfig(
         optimizer=optimizer,
         lr=1e-3,
         weight_decay=0.1,
         clip_grad=0.5,
         bf16=True,
-        use_distributed_optimizer=distributed,
+        use_distributed_optimizer=distributed and not layer_wise,
         overlap_param_gather=gather,
+        **({"use_layer_wise_distributed_optimizer": True} if layer_wise else {}),
     )
     overrides = with_decaying_vectors(get_standard_config_overrides(steps), strategy.weight_decay)
     with _separate_masters() if precision == "exact" else contextlib.nullcontext():
@@ -188,6 +191,20 @@ def _build(
             syncs = [each.no_sync for each in wrapped]
             chunk.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
     return chunks, wrapped, stepper
+
+
+def _layer_wise_layout(chunk: torch.nn.Module, ddp_config: Any) -> Any:
+    """As Megatron's ``get_model`` makes it."""
+    from megatron.core import parallel_state
+    from megatron.core.optimizer import layer_wise_optimizer
+
+    layer_wise_optimizer.tag_params_for_buffer_routing([chunk])
+    return layer_wise_optimizer.LayerWiseDistributedOptimizer.compute_full_param_layout(
+        [param for param in chunk.parameters() if param.requires_grad],
+        None,
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        ddp_config,
+    )
 
 
 def _build_chunk(
@@ -482,11 +499,16 @@ def _live_is_folded(engine) -> bool:
     return True
 
 
-def train_unrounded(argv: list[str]) -> dict[str, Any]:
-    """A whole bf16 run in which nothing is rounded: live weights and masters are float32, both exist."""
+def train_unrounded(argv: list[str], by_name: bool = True) -> dict[str, Any]:
+    """A whole bf16 run in which nothing is rounded: live weights and masters are float32, both exist.
+
+    Arguments and result are those of ``train``.
+    """
     from ranks.jobs.training import train
 
     masters = _separate_masters()
+    # Made when it is first needed, to read a checkpoint, and by then bfloat16 is another.
+    torch.storage._dtype_to_storage_type_map(), torch.storage._storage_type_to_dtype_map()
     torch.bfloat16 = torch.float32
     torch.Tensor.bfloat16 = torch.nn.Module.bfloat16 = lambda self: self
 
@@ -500,4 +522,4 @@ def train_unrounded(argv: list[str]) -> dict[str, Any]:
             return original(*args, **kwargs)
 
     optimizer.get_megatron_optimizer = training.get_megatron_optimizer = get_megatron_optimizer
-    return train(argv)
+    return train(argv, by_name=by_name)
