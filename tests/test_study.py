@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as distributed_checkpoint
 from rich.console import Console
 from test_demo import LOG
 
@@ -24,7 +26,7 @@ from megatron_scalevec.study.display import StudyDisplay, clock, remaining_steps
 from megatron_scalevec.study.options import Options, parse
 from megatron_scalevec.study.plan import Job, cells, tuning_of, unplanned_runs, wanted
 from megatron_scalevec.study.report import make_report, markdown, write_study_report
-from megatron_scalevec.study.running import JobQueue, run_of
+from megatron_scalevec.study.running import JobQueue, prepare, run_of
 from megatron_scalevec.study.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -271,6 +273,22 @@ def test_two_studies_do_not_write_into_one_folder(tmp_path):
     holder.wait()
     with store.owned():
         pass
+
+
+@pytest.mark.parametrize("said, saved, kept", [("8", (8, 16), "8"), ("", (8, 16), "16"), ("", (), None)])
+def test_a_kill_while_megatron_names_its_checkpoint(tmp_path, said, saved, kept):
+    """A name stays; where it was being written, the last whole checkpoint is it, never a torn one."""
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    tracker = checkpoints / "latest_checkpointed_iteration.txt"
+    tracker.write_text(said)
+    for iteration in saved:
+        folder = checkpoints / f"iter_{iteration:07}"
+        distributed_checkpoint.save({"w": torch.zeros(2)}, checkpoint_id=folder, no_dist=True)
+        (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (checkpoints / "iter_0000024").mkdir()
+    prepare(tmp_path)
+    assert (tracker.read_text() if tracker.exists() else None) == kept
 
 
 ITERATION_LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ \|")
