@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from ranks.arguments import tiny_gpt
 
-__all__ = ["logits_tolerance", "once_per_layout", "round_trips", "worst_gradient"]
+__all__ = [
+    "assert_equal_steps",
+    "logits_tolerance",
+    "once_per_layout",
+    "round_trips",
+    "together",
+    "worst_gradient",
+]
 
 
 def once_per_layout(ranks, layouts: Mapping[str, tuple[int, list[str]]]) -> Callable[..., dict[str, Any]]:
@@ -50,3 +58,30 @@ def worst_gradient(result: dict[str, Any], serial: dict[str, Any]) -> float:
         abs(gradient - serial["gradients"][name]).max() / abs(serial["gradients"][name]).max()
         for name, gradient in result["gradients"].items()
     )
+
+
+def together(runs: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Gradients of all vectors over the ranks; those that several ranks hold must agree."""
+    found = {}
+    for run in runs:
+        for name, gradient in run["gradients"].items():
+            if name in found:
+                np.testing.assert_allclose(gradient, found[name], rtol=1e-9, atol=1e-12, err_msg=name)
+            found[name] = gradient
+    return found
+
+
+def assert_equal_steps(runs: Sequence[dict[str, Any]], serial: Sequence[dict[str, Any]]) -> None:
+    """Of the job ``expert_gradients`` in a layout and on one rank: every vector's gradient to 1e-6, the norm
+    that would be clipped by, the vectors after a step, and the audit."""
+    [serial] = serial
+    found = together(runs)
+    assert found.keys() == serial["gradients"].keys()
+    for name, expected in serial["gradients"].items():
+        limit = 1e-6 * abs(expected).max() + 1e-9
+        np.testing.assert_allclose(found[name], expected, rtol=0, atol=limit, err_msg=name)
+    for run in runs:
+        np.testing.assert_allclose(run["norm"], serial["norm"], rtol=1e-6)
+        assert run["audit"] == serial["audit"]
+        for name, moved in run["moved"].items():
+            np.testing.assert_allclose(moved, serial["moved"][name], rtol=1e-5, err_msg=name)

@@ -676,8 +676,8 @@ def test_the_connection_check_is_satisfied(monkeypatch):
             {"experimental_attention_variant": "dsa"},
             "--experimental-attention-variant dsa",
         ),
-        ({"hybrid_override_pattern": "M*"}, "--hybrid-override-pattern M*"),
-        ({"hybrid_layer_pattern": "M*"}, "--hybrid-layer-pattern M*"),
+        ({"hybrid_override_pattern": "M*D"}, "--hybrid-override-pattern M*D"),
+        ({"hybrid_layer_pattern": "M*/*"}, "--hybrid-layer-pattern M*/*"),
         ({"sft": True}, "--sft"),
         ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking"),
         ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
@@ -700,8 +700,22 @@ def test_refusals(given, named):
 
 def test_what_looks_alike_is_not_refused():
     cpu.choose_arguments(megatron_arguments(tensor_parallel_num_weight_shards=2))
-    cpu.choose_arguments(megatron_arguments(hybrid_override_pattern="**", spec=["my.module", "stack"]))
+    cpu.choose_arguments(megatron_arguments(hybrid_override_pattern="*D", spec=["my.module", "stack"]))
     with pytest.raises(ScaleVecError):
         cpu.choose_arguments(
-            megatron_arguments(hybrid_override_pattern="**", spec=["megatron.core.models", "x"])
+            megatron_arguments(hybrid_override_pattern="*D", spec=["megatron.core.models", "x"])
         )
+
+
+@pytest.mark.parametrize(
+    "spec", [None, ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]]
+)
+def test_hybrid_models_get_a_stack_of_local_layers(spec):
+    args = megatron_arguments(hybrid_layer_pattern="M*-", spec=spec)
+    changes = cpu.choose_arguments(args)
+    assert args.spec == ["megatron_scalevec.cpu.hybrid_stack", "stack"]
+    given = " ".join(spec) if spec else "(none)"
+    assert f"--spec {given} -> megatron_scalevec.cpu.hybrid_stack stack" in changes
+    own = megatron_arguments(hybrid_layer_pattern="M*-", spec=["my.module", "stack"])
+    cpu.choose_arguments(own)
+    assert own.spec == ["my.module", "stack"]

@@ -1,5 +1,6 @@
 """Execution inside the optimizer: the same numbers as by autograd, or the run stops."""
 
+from importlib import metadata
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,9 @@ FOLDING = ["hg", "post-qkv", "dp", "dnp", "or", "unified", "unified-foldable"]
 # Smaller than the tests' usual model; the hidden size makes shards end in the middle of rows.
 SMALL = {"num_layers": 1, "hidden_size": 40}
 UNIT = {"strategy": "unified-foldable", "reparam": "unit"}
+ONE_WITH_EXPERTS = {"num_layers": 1, "moe_layer_freq": [1]}
+# Gated delta nets inside of hybrids are Megatron's since then.
+HYBRIDS = metadata.version("megatron-core") >= "0.18"
 
 
 def _case(strategy, **more):
@@ -34,7 +38,7 @@ def _differences(result):
 
 def _assert_same(result):
     differences = _differences(result)
-    assert differences["losses"] < 2e-6, differences
+    assert differences["losses"] < 1e-6, differences
     assert differences["norms"] < 1e-6, differences
     # Where a scalar's gradient is zero but for rounding (a norm follows the weight), Adam's step is as
     # large as for any other.
@@ -45,42 +49,96 @@ def _assert_same(result):
     assert own["live"]
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {},
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    ],
-    ids=["dp2", "tp2-sp"],
-)
-def test_both_modes_take_the_same_steps_on_two_ranks(ranks, sizes):
+def _assert_same_on_all(ranks, world_size, cases, **sizes):
     """Twenty steps with float32 live weights beside float32 masters: no rounding between the modes."""
+    for results in ranks.run("compare_executions", world_size, cases=cases, **sizes):
+        assert len(results) == len(cases)
+        for result in results:
+            _assert_same(result)
+    return results
+
+
+TP2, PP2, EP2 = ({f"{name}_model_parallel_size": 2} for name in ("tensor", "pipeline", "expert"))
+VPP = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "more"),
+    [
+        (2, {}, {"overlap": True}),
+        (2, TP2, {"distributed": False}),
+        (2, {**TP2, "sequence_parallel": True}, {}),
+        (2, PP2, {"overlap": True, "model": {**SMALL, "num_layers": 2}}),
+        (2, VPP, {"overlap": True, "model": {**SMALL, "num_layers": 4}}),
+        (2, {"context_parallel_size": 2}, {}),
+        (2, EP2, {"experts": "shared", "without_tokens": 3, "overlap": True, "model": ONE_WITH_EXPERTS}),
+        (4, TP2, {}),
+    ],
+    ids=["dp2", "tp2", "tp2-sp", "pp2", "vpp", "cp2", "ep2", "tp2-dp2"],
+)
+def test_every_strategy_in_every_layout(ranks, world_size, sizes, more):
+    """Together with the optimizer, distributed or not, that the layout's row names."""
+    cases = [_case(strategy, **more) for strategy in FOLDING]
+    results = _assert_same_on_all(ranks, world_size, cases, **sizes)
+    # One of each collective; experts have an optimizer of their own.
+    assert {result["optimizer"]["sets"] for result in results} == {2 if sizes == EP2 else 1}
+
+
+def test_other_vectors(ranks):
+    """Stored as a direction; without a branch; all sites; with one query group for two ranks."""
+    everywhere = {"sites": ("attention", "mlp", "projections")}
     cases = [
-        _case("unified", overlap=True),
-        {"config": UNIT, "model": SMALL},
+        {"config": {**UNIT, **everywhere}, "model": SMALL},
+        {"config": {"strategy": "dp", "branches_off": ("k",), **everywhere}, "model": SMALL},
         _case("dp", distributed=False, overlap=True, kind="one-group"),
     ]
-    for result in ranks.run("compare_executions", 2, cases=cases, **sizes)[0]:
-        _assert_same(result)
+    _assert_same_on_all(ranks, 2, cases, **TP2)
 
 
-def test_every_strategy_on_four_ranks(ranks):
-    """Sharded over two tensor-parallel and two data-parallel ranks."""
-    cases = [_case(strategy) for strategy in FOLDING]
-    cases.append(
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "distributed"),
+    [
+        (4, EP2, True),
+        (2, {**EP2, **TP2, "expert_tensor_parallel_size": 1, "sequence_parallel": True}, False),
+    ],
+    ids=["ep2-dp2", "tp2-ep2-etp1"],
+)
+def test_experts(ranks, world_size, sizes, distributed):
+    """Vectors of every expert's own, and vectors that they share and that another optimizer steps; router,
+    shared expert and its gate; one expert without tokens."""
+    cases = [
         {
             "config": {
-                "strategy": "dp",
-                "branches_off": ("k",),
+                "strategy": "unified",
+                "experts": experts,
                 "sites": ("attention", "mlp", "projections"),
             },
-            "model": SMALL,
+            "experts": "shared",
+            "model": ONE_WITH_EXPERTS,
+            "without_tokens": 3,
+            "distributed": distributed,
         }
-    )
-    results = ranks.run("compare_executions", 4, cases=cases, tensor_model_parallel_size=2)
-    for result in results[0]:
-        _assert_same(result)
-        assert result["optimizer"]["sets"] == 1  # one of each collective
+        for experts in ("per-expert", "shared")
+    ]
+    _assert_same_on_all(ranks, world_size, cases, **sizes)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_latent_attention_and_hybrids(ranks, sequence_parallel):
+    sites = ("attention", "mlp", "projections")
+    strategy = "unified" if sequence_parallel else "unified-foldable"
+    cases = [
+        {
+            "config": {"strategy": strategy, "sites": (*sites, "latent")},
+            "kind": "mla",
+            "model": {"num_layers": 1},
+        },
+    ]
+    if HYBRIDS:
+        cases.append(
+            {"config": {"strategy": strategy, "sites": (*sites, "mamba", "delta")}, "pattern": "M*-G"}
+        )
+    _assert_same_on_all(ranks, 2, cases, **TP2, sequence_parallel=sequence_parallel)
 
 
 def test_bfloat16_weights_are_cast_folded_masters(ranks):
@@ -154,13 +212,8 @@ def test_nothing_to_fold(strategy):
 
 OBSTACLES_MET = {
     "full-precision": {"bf16": False},
-    "transformer-engine": {"transformer_impl": "transformer_engine"},
     "float32-vectors": {},
-    "experts": {"num_experts": 8},
-    "latent-attention": {"multi_latent_attention": True},
-    "hybrid": {"hybrid_layer_pattern": "M*"},
     "optimizer": {"optimizer": "soap"},
-    "layer-wise-optimizer": {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True},
     "optimizer-cpu-offload": {"optimizer_cpu_offload": True},
     "precision-aware-optimizer": {"use_precision_aware_optimizer": True},
     "fsdp": {"use_megatron_fsdp": True},
@@ -190,6 +243,7 @@ def test_every_obstacle_leads_to_autograd_and_refuses_the_optimizer():
     [
         ("leave-one-out", "is not what the optimizer's master and the scale vectors come to"),
         ("fold-twice", "is not what the optimizer's master and the scale vectors come to"),
+        ("load-weights-alone", "is not what the optimizer's master and the scale vectors come to"),
         ("load-vectors-alone", "is not what the optimizer's master and the scale vectors come to"),
         ("forget-to-write", "stepped without folding its masters"),
     ],

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from ranks.arguments import LAYOUTS, tiny_gpt
+from ranks.arguments import EXPERT_LAYOUTS, LAYOUTS, tiny_gpt
 from ranks.pool import RankFailure
 
 pytestmark = pytest.mark.needs_training
@@ -17,9 +17,13 @@ DP = ["--scalevec-strategy", "dp", *IN_OPTIMIZER]  # nothing of it is left in th
 FOLDABLE = ["--scalevec-strategy", "unified-foldable", *IN_OPTIMIZER]
 
 
-def _modes(ranks, layout, *flags, strategy="unified", job="train_unrounded"):
-    world_size, arguments = LAYOUTS[layout]
-    argv = tiny_gpt("llama", "--bf16", *arguments, *flags, "--scalevec-strategy", strategy)
+ALL_LAYOUTS = {**EXPERT_LAYOUTS, **LAYOUTS, "dp2": (2, DISTRIBUTED)}
+EVALUATING = ["--eval-interval", "3", "--eval-iters", "1"]
+
+
+def _modes(ranks, layout, *flags, strategy="unified", job="train_unrounded", model="llama"):
+    world_size, arguments = ALL_LAYOUTS[layout]
+    argv = tiny_gpt(model, "--bf16", *arguments, *flags, "--scalevec-strategy", strategy)
     autograd = ranks.run(job, world_size, argv=[*argv, "--scalevec-execution", "autograd"])[-1]
     optimizer = ranks.run(job, world_size, argv=[*argv, *IN_OPTIMIZER])[-1]
     assert autograd["audit"]["execution"] == "autograd"
@@ -31,7 +35,7 @@ def _modes(ranks, layout, *flags, strategy="unified", job="train_unrounded"):
     ("layout", "flags"),
     [
         ("pp2", OVERLAP),
-        ("pp2-vpp", OVERLAP),
+        ("pp2-vpp", [*OVERLAP, *EVALUATING]),
         ("cp2", DISTRIBUTED),
         ("dp2-distopt", ["--global-batch-size", "16", "--mtp-num-layers", "1"]),
         ("tp4", []),
@@ -43,6 +47,30 @@ def test_both_modes_in_a_layout(ranks, layout, flags):
     """Losses and clipped gradient norms of ten iterations, without rounding between the modes."""
     optimizer, autograd = _modes(ranks, layout, *flags)
     assert len(optimizer["losses"]) == len(autograd["losses"]) > 3
+    np.testing.assert_allclose(optimizer["losses"], autograd["losses"], rtol=2e-6)
+    np.testing.assert_allclose(optimizer["grad_norms"], autograd["grad_norms"], rtol=2e-5)
+    # Between a step and the gathering of its parameters, which the next forward pass would wait for.
+    assert len(optimizer["evaluations"]) == (3 if EVALUATING[0] in flags else 0)
+    np.testing.assert_allclose(optimizer["evaluations"], autograd["evaluations"], rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "flags"),
+    [
+        # Weights step first and are gathered after their vectors have stepped.
+        ("dp2", "llama", ["--optimizer", "muon"]),
+        ("dp2-distopt", "llama", ["--optimizer", "lion"]),
+        # One layer-wise optimizer for both.
+        ("dp2", "llama", ["--optimizer", "muon", "--no-use-layer-wise-param-layout"]),
+        # Latent attention, multi-token prediction, experts and a shared one.
+        ("ep2-distopt", "deepseek-v3", ["--scalevec-experts", "shared"]),
+    ],
+    ids=["muon", "lion-overlaps", "muon-one-optimizer", "deepseek-v3"],
+)
+def test_weights_and_vectors_of_different_optimizers(ranks, layout, model, flags):
+    """Layer by layer over data-parallel ranks, or shared by experts: losses and norms without rounding."""
+    optimizer, autograd = _modes(ranks, layout, *flags, model=model)
+    assert len(optimizer["losses"]) == len(autograd["losses"]) == 10
     np.testing.assert_allclose(optimizer["losses"], autograd["losses"], rtol=2e-6)
     np.testing.assert_allclose(optimizer["grad_norms"], autograd["grad_norms"], rtol=2e-5)
 
@@ -150,3 +178,27 @@ def test_the_other_mode_is_told_to_be_this_one(ranks, saved):
     argv = tiny_gpt("llama", "--bf16", "--tensor-model-parallel-size", "2", *RESHARDABLE, *DP)
     with pytest.raises(RankFailure, match="give --scalevec-execution optimizer"):
         ranks.run("train", 2, argv=[*argv, *_load(folder), "--scalevec-execution", "autograd"])
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        ("llama", ["--optimizer", "muon"]),
+        ("deepseek-v3", ["--expert-model-parallel-size", "2", "--scalevec-experts", "shared"]),
+    ],
+    ids=["layer-wise", "deepseek-v3"],
+)
+def test_five_and_five_steps_are_ten(ranks, tmp_path, model, arguments):
+    """Where weights and vectors have different optimizers; losses, norms, vectors and moments, bit by bit."""
+    argv = tiny_gpt(
+        model, "--bf16", *DISTRIBUTED, *arguments, "--scalevec-strategy", "unified", *IN_OPTIMIZER
+    )
+    whole = ranks.run("train", 2, argv=[*argv, *_save(tmp_path)])
+    resumed = ranks.run("train", 2, argv=[*argv, *_load(tmp_path)], by_name=False)
+    for first, second in zip(whole, resumed):
+        assert len(first["losses"]) == 10 and first["audit"]["execution"] == "optimizer"
+        assert second["losses"] == first["losses"][5:]
+        assert second["grad_norms"] == first["grad_norms"][5:]
+        assert second["moments"] == first["moments"] and first["moments"]
+        for name, vector in first["vectors"].items():
+            np.testing.assert_array_equal(second["vectors"][name], vector, err_msg=name)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from packaging.version import Version
 from ranks.pool import RankFailure
+from runs import assert_equal_steps, together
 
 from megatron_scalevec import ScaleVecConfig, ScaleVecError
 
@@ -73,31 +74,6 @@ def gradients(ranks):
         return runs[key]
 
     return run
-
-
-def together(runs):
-    """Gradients of all vectors over the ranks; those that several ranks hold must agree."""
-    found = {}
-    for run in runs:
-        for name, gradient in run["gradients"].items():
-            if name in found:
-                np.testing.assert_allclose(gradient, found[name], rtol=1e-9, atol=1e-12, err_msg=name)
-            found[name] = gradient
-    return found
-
-
-def assert_equal_steps(runs, serial):
-    [serial] = serial
-    found = together(runs)
-    assert found.keys() == serial["gradients"].keys()
-    for name, expected in serial["gradients"].items():
-        limit = 1e-6 * abs(expected).max() + 1e-9
-        np.testing.assert_allclose(found[name], expected, rtol=0, atol=limit, err_msg=name)
-    for run in runs:
-        np.testing.assert_allclose(run["norm"], serial["norm"], rtol=1e-6)
-        assert run["audit"] == serial["audit"]
-        for name, moved in run["moved"].items():
-            np.testing.assert_allclose(moved, serial["moved"][name], rtol=1e-5, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +295,7 @@ def test_a_shared_scale_stays_where_several_maps_take_it(ranks):
 def test_a_trained_stock_model_is_taken_over(ranks, model):
     """γ of one norm goes to all maps that it feeds, or stays there for all of them."""
     configs = [{"strategy": strategy} for strategy in ("hg", "or", "iwd", "unified-foldable")]
-    [differences] = ranks.run("start_from_stock", configs=configs, experts=model)
+    [differences] = ranks.run("start_from_stock", configs=configs, kind=model)
     assert max(differences) < 1e-6, list(zip(configs, differences))
 
 

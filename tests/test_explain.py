@@ -183,7 +183,14 @@ def test_the_support_table(tmp_path):
     assert shown.returncode == 0 and shown.stderr == ""
     for refusal in REFUSALS:
         assert refusal.name in shown.stdout
-    rows = json.loads(scalevec("explain", "--support", "--json", cwd=tmp_path).stdout)
+    found = json.loads(scalevec("explain", "--support", "--json", cwd=tmp_path).stdout)
+    shapes = {shape["name"]: shape for shape in found["shapes"]}
+    for name in ("Mixtral", "Qwen3-MoE", "DeepSeek-V3", "Qwen3-Next", "Nemotron-H", "heterogeneous"):
+        [shape] = [shapes[key] for key in shapes if name in key and not key.endswith("3.2)")]
+        assert shape["branches"] and not shape["refused"] and "<0.20" in shape["versions"]
+        assert name in shown.stdout
+    assert any("T5" in name and shape["refused"] for name, shape in shapes.items())
+    rows = found["refusals"]
     assert [row["name"] for row in rows] == [refusal.name for refusal in REFUSALS]
     assert all(row["reason"] and row["way_out"] and "{" not in row["reason"] for row in rows)
 

@@ -15,6 +15,7 @@ from megatron_scalevec.checkpoint import commands, store, verify
 
 ZERO_CENTERED = {"layernorm_zero_centered_gamma": True}
 GATE = {"attention_output_gate": True}
+BARE = {"q_lora_rank": None, "qk_layernorm": False}  # latent attention whose latents have no norms
 
 # Name to kind of model, strategy, and the rest of a case.
 SAME_FUNCTION = {
@@ -33,11 +34,19 @@ SAME_FUNCTION = {
     "zero-centered": ("llama", {"strategy": "dp"}, {"overrides": ZERO_CENTERED}),
     "zero-centered iwd": ("gpt2", {"strategy": "iwd"}, {"overrides": ZERO_CENTERED}),
     "output gate": ("llama", {"strategy": "dp"}, {"overrides": GATE}),
+    "latent": ("mla", {"strategy": "unified"}, {}),
+    "latent, iwd": ("mla", {"strategy": "iwd"}, {}),
+    "latent, no latent of queries, unit": ("mla", {"strategy": "dp", "reparam": "unit"}, {"overrides": BARE}),
+    "latent, zero-centered": ("mla", {"strategy": "or"}, {"overrides": ZERO_CENTERED}),
+    "latent, experts, mtp": ("deepseek", {"strategy": "unified"}, {"overrides": {"mtp_num_layers": 1}}),
     "bf16": ("llama", {"strategy": "unified-foldable"}, {"dtype": "bfloat16"}),
     "bf16, fp32 vectors": ("llama", {"strategy": "hg", "vector_dtype": "fp32"}, {"dtype": "bfloat16"}),
 }
 # Divided and multiplied again, or one subtracted and added: the last bit may differ.
-ROUNDED = {"unit", "layernorm", "layernorm, projections", "zero-centered", "zero-centered iwd"}
+ROUNDED = {
+    *("unit", "layernorm", "layernorm, projections", "zero-centered", "zero-centered iwd"),
+    *("latent, no latent of queries, unit", "latent, zero-centered"),
+}
 NOT_KEPT = {"q/k norms kept"}  # v and the MLP would lose a trained scale
 
 
@@ -104,19 +113,19 @@ def test_models_that_stock_cannot_express_are_refused(ranks, tmp_path):
         ({"moe_latent_size": 8}, "experts behind a latent projection"),
         ({"moe_single_grouped_weight": True}, "experts in one tensor"),
         ({"moe_mlp_glu_interleave_size": 4}, "experts with interleaved rows"),
-        ({"multi_latent_attention": True}, "latent attention"),
-        ({"heterogeneous_layers_config_encoded_json": "{}"}, "heterogeneous layers"),
-        ({"hybrid_layer_pattern": "M*-"}, "hybrid layers"),
-        ({"is_hybrid_model": True}, "hybrid layers"),
+        ({"hybrid_layer_pattern": "MD|*-"}, "hybrid layers of kind D"),
+        ({"is_hybrid_model": True}, "hybrid layers of kind unknown"),
+        ({"hybrid_layer_pattern": "M*-/*-"}, "multi-token prediction in a hybrid model"),
+        ({"hybrid_layer_pattern": "M*", "apply_layernorm_1p": True}, "Mamba layers in a model that stores γ"),
         ({"experimental_attention_variant": "dsa"}, "experimental attention"),
         ({"use_legacy_models": True}, "a legacy model"),
     ],
 )
 def test_models_of_other_kinds_are_refused(arguments, kind):
     """Rather than a part of their linears left out."""
-    with pytest.raises(ScaleVecError, match=f"holds {kind}, which cannot be folded or unfolded yet"):
+    with pytest.raises(ScaleVecError, match=rf"holds {kind}.*, which cannot be folded or unfolded yet"):
         commands.refuse_kinds(SimpleNamespace(**arguments))
-    commands.refuse_kinds(SimpleNamespace(num_experts=8, multi_latent_attention=False))
+    commands.refuse_kinds(SimpleNamespace(num_experts=8, hybrid_layer_pattern="M*-|GE+"))
 
 
 def test_a_model_folds_in_place(ranks):

@@ -88,8 +88,12 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "activation-offload": {"cpu_offloading_num_layers": 2},
         "experts-legacy-grouped": {"num_experts": 8, "moe_grouped_gemm": True},
         "experts-single-weight": {"num_experts": 8, "moe_single_grouped_weight": True},
-        "experts-interleaved": {"num_experts": 8, "moe_mlp_glu_interleave_size": 32},
-        "experts-latent": {"num_experts": 8, "moe_latent_size": 64},
+        "experts-interleaved-over-ranks": {
+            "num_experts": 8,
+            "moe_mlp_glu_interleave_size": 32,
+            "tensor_model_parallel_size": 2,
+        },
+        "experts-latent-shared": {"num_experts": 8, "moe_latent_size": 64},
         "experts-fused-shared": {"num_experts": 8, "use_grouped_gemm_for_shared_expert": True},
         "experts-overlap": {"num_experts": 8, "moe_shared_expert_overlap": True},
         "experts-stash": {"num_experts": 8, "moe_paged_stash": True},
@@ -130,6 +134,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "fused-qkv-rope": ScaleVecConfig(strategy="dnp"),
         "qk-l2-norm": ScaleVecConfig(strategy="unified"),
         "v-norm-of-latent-attention": ScaleVecConfig(strategy="unified", decay_v_norm="output"),
+        "experts-latent-shared": ScaleVecConfig(strategy="hg", experts="shared"),
         "learning-rates-on-resume": ScaleVecConfig(strategy="hg", lr_mult="input=2"),
         "float32-vectors": ScaleVecConfig(strategy="hg", vector_dtype="fp32"),
     }

@@ -36,6 +36,7 @@ from megatron_scalevec.decay import param_decays
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.folds import folds_of
 from megatron_scalevec.layers.common import Folded
+from megatron_scalevec.layers.linear import leaf_class
 from megatron_scalevec.pending import pending_config
 from megatron_scalevec.vectors import role_of, vector_info, was_added
 from megatron_scalevec.versions import megatron_version
@@ -195,7 +196,7 @@ def rank_record(
                 dtype=str(param.dtype).removeprefix("torch."),
                 weight_decay_class=role_of(param),
                 decays=wanted,
-                tensor_parallel=_TENSOR_PARALLEL[info.holder],
+                tensor_parallel=_TENSOR_PARALLEL[_holder(root, name, info.holder)],
                 copies=expert_ranks(param),
             )
             known = vectors.get(vector.name)
@@ -229,6 +230,14 @@ _TENSOR_PARALLEL = {
     "replicated": "as the weight that every rank holds whole",
     "norm": "as Megatron's norms",
 }
+
+
+def _holder(root: torch.nn.Module, name: str, holder: str) -> str:
+    """As the vector says, but for linears whose weight every rank holds whole: which ones these are
+    differs between implementations of the same model."""
+    leaf = leaf_class(root.get_submodule(name.rpartition(".")[0]))
+    return "replicated" if leaf is not None and leaf.parallel == "replicated" else holder
+
 
 # An expert's index among those of its rank, in the names of modules or of vectors.
 _EXPERT = re.compile(r"(?<=\blocal_experts\.)\d+(?=\.)|(?<=_)\d+(?=_|$)")

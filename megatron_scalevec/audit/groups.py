@@ -108,7 +108,8 @@ def groups_of_parameters(chunks: list[torch.nn.Module], optimizer: Any) -> dict[
 
 def _is_layer_wise(optimizer: Any) -> bool:
     """Whether some part of it gives whole parameters to single data-parallel ranks."""
-    if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":
+    # By name, as not every version has it; of a subclass too, where the optimizer folds.
+    if any(base.__name__ == "LayerWiseDistributedOptimizer" for base in type(optimizer).__mro__):
         return True
     return any(map(_is_layer_wise, getattr(optimizer, "chained_optimizers", ())))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.hybrid_layers import HYBRID_PARTS, hybrid_pattern
 
 __all__ = ["fold_checkpoint", "main", "refuse_kinds", "unfold_checkpoint"]
 
@@ -181,13 +182,9 @@ def refuse_kinds(args: argparse.Namespace) -> None:
 
 def _hybrid_kinds(args: argparse.Namespace) -> Iterator[str]:
     """What a hybrid model has that carries no scale vectors in a run."""
-    from megatron_scalevec.checkpoint.tables import hybrid_pattern
-
     pattern = hybrid_pattern(args)
     if pattern is None:
         return
-    from megatron_scalevec.convert.maps import HYBRID_PARTS
-
     layers, _, predicted = pattern.partition("/")
     unknown = sorted(set(layers) - {*HYBRID_PARTS, "|"})
     if unknown or not layers:

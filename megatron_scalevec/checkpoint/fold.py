@@ -28,7 +28,6 @@ from megatron_scalevec.checkpoint.tables import (
     Site,
     find_linears,
     find_norms,
-    hybrid_pattern,
     of_experts,
     sites_by_norm,
 )
@@ -37,6 +36,7 @@ from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.decisions import SHARED
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.fold import RowMap, fold_weight
+from megatron_scalevec.hybrid_layers import hybrid_pattern
 from megatron_scalevec.reparam import get_reparameterization
 
 __all__ = ["Folding"]
@@ -96,25 +96,26 @@ class Folding:
             match = _HEAD_NORM.fullmatch(key)
             if match and match[1] in attentions:
                 found.setdefault(match[1], set()).add(match[2])
+        hybrid = hybrid_pattern(self.draft.args) is not None
         for path, branches in found.items():
             if "v" in branches:
+                way = "" if hybrid else ", or --scalevec-branches-off v,"
                 raise ScaleVecError(
                     f"{path} normalizes its values (the v norm of {self.config.describe()}), and stock "
                     "Megatron has no place for that: without the norm the values would have other sizes and "
-                    "the trained model would be lost. Train with --scalevec-placement dual, or "
-                    "--scalevec-branches-off v, to have a model that folds; evaluate this one with the "
-                    "package installed."
+                    f"the trained model would be lost. Train with --scalevec-placement dual{way} to have a "
+                    "model that folds; evaluate this one with the package installed."
                 )
             if branches != {"q", "k"}:
                 raise ScaleVecError(
                     f"{path} normalizes {' and '.join(sorted(branches))} alone, and stock Megatron "
                     "(--qk-layernorm) normalizes both q and k or neither: that norm would be lost."
                 )
-            if self.config.placement == "dual-norm" and hybrid_pattern(self.draft.args) is not None:
+            if hybrid and self.config.placement == "dual-norm":
                 raise ScaleVecError(
                     f"{path} normalizes q and k ({self.config.describe()}), and the attention layers of "
                     "Megatron's hybrid models do not, whatever --qk-layernorm says: those norms would be "
-                    "lost. Train with --scalevec-placement dual to have a hybrid that folds; evaluate this "
+                    "lost. Train with --scalevec-placement dual to have a model that folds; evaluate this "
                     "one with the package installed."
                 )
         return bool(found)
@@ -192,9 +193,10 @@ class Folding:
 
     def _names(self, site: Site, row_map: RowMap, side: str) -> list[str | None]:
         """Names of a side's vectors by branch, None where there is none."""
-        shared = f"{site.path}.gamma_{side}_{SHARED}"
-        if self._exists(shared):
-            return [shared] * len(row_map.branches)
+        for path in site.whole_paths:
+            shared = f"{path}.gamma_{side}_{SHARED}"
+            if self._exists(shared):
+                return [shared] * len(row_map.branches)
         owner = site.owner(shared=self.config.experts == "shared")
         names = (f"{owner}.gamma_{side}_{branch}" for branch in row_map.branches)
         return [name if self._exists(name) else None for name in names]

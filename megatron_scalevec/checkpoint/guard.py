@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron_scalevec.checkpoint.joined import parts_of_joined, store_joined
 from megatron_scalevec.checkpoint.keys import GUARD, GUARD_SHAPE, WEIGHT, raw_key
 from megatron_scalevec.execution.folds import folds_of, own_folds
 from megatron_scalevec.layers.common import Folded, mixed_class
@@ -91,7 +92,9 @@ class Guarded:
             added = {prefix + name for name, param in self.named_parameters() if was_added(param)}
             return {name: entry for name, entry in result.items() if name not in added}
         execution = self.scalevec_loads_execution or execution_of(self)
-        for name, group in foreign_weights(self, execution).items():
+        foreign = foreign_weights(self, execution).items()
+        stored = [(part, group) for name, group in foreign for part in parts_of_joined(name)]
+        for name, group in stored:
             entry = result[prefix + name]
             for number, guard in enumerate(guards_for(entry, group)):
                 result[f"{prefix}{GUARD}.{name}" + (f".{number}" if number else "")] = guard
@@ -135,6 +138,7 @@ class Guarded:
 def protect(model: torch.nn.Module) -> None:
     """Make a converted model's checkpoints safe."""
     model.__class__ = mixed_class(Guarded, type(model))
+    store_joined(model)
 
 
 def guards_for(entry: Any, group: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import re
 import torch
 
 from megatron_scalevec.checkpoint.guard import Guarded
+from megatron_scalevec.checkpoint.joined import JoinedDownProjection
 from megatron_scalevec.convert import applied_config
 from megatron_scalevec.convert.hybrid import is_supported
 from megatron_scalevec.errors import ScaleVecError
@@ -51,6 +52,8 @@ def fold(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for module in list(model.modules()):
             module.__dict__.pop("scalevec_fed_by", None)
+            if isinstance(module, JoinedDownProjection):
+                _restore_class(module, JoinedDownProjection)
             if isinstance(module, ScaleVecExperts):
                 with module.lending():
                     for linear in module.scalevec_borrowers:

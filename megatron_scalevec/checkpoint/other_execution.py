@@ -27,7 +27,7 @@ from megatron_scalevec.checkpoint.guard import Guarded, execution_of, scaled_wei
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.engine import SMALLEST
 from megatron_scalevec.execution.folds import fold_live_weights
-from megatron_scalevec.execution.members import Member, leaves_of
+from megatron_scalevec.execution.members import Member, is_layer_wise, leaves_of
 from megatron_scalevec.execution.optimizer import engine_of
 from megatron_scalevec.execution.resume import mark_raw_masters
 from megatron_scalevec.layers.common import Folded
@@ -57,7 +57,7 @@ def loading_other_execution(
     """
     from megatron.core.utils import unwrap_model
 
-    if hasattr(optimizer, "allgather_params"):
+    if any(is_layer_wise(o) for o in (optimizer, *getattr(optimizer, "chained_optimizers", ()))):
         raise ScaleVecError(
             "a checkpoint of the other mode of execution cannot be loaded with the layer-wise optimizer, "
             f"which keeps each master on one rank; give --scalevec-execution {execution}."

@@ -33,7 +33,6 @@ __all__ = [
     "Site",
     "find_linears",
     "find_norms",
-    "hybrid_pattern",
     "of_experts",
     "sites_by_norm",
 ]
@@ -105,13 +104,6 @@ _GATED = ("quick_geglu", "gated_linear_unit")
 _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 
 
-def hybrid_pattern(args: Any) -> str | None:
-    """The symbols of a hybrid model's layers, from the arguments in a checkpoint; None for other models."""
-    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
-    patterns = [pattern for pattern in (getattr(args, name, None) for name in names) if pattern]
-    return patterns[0] if patterns else "" if getattr(args, "is_hybrid_model", False) else None
-
-
 @dataclass(frozen=True)
 class LinearKind:
     """One kind of linear.
@@ -177,6 +169,13 @@ class Site:
             shared: Whether the routed experts of a layer have one set of vectors.
         """
         return _EXPERTS.split(self.path)[0] + ".experts" if shared and of_experts(self.path) else self.path
+
+    @property
+    def whole_paths(self) -> tuple[str, ...]:
+        """Paths of the modules of which a scale that all branches share may be: its own, or that of the one
+        down-projection of latent attention (:mod:`megatron_scalevec.checkpoint.joined`)."""
+        joined = self.path.endswith(("linear_q_down_proj", "linear_kv_down_proj"))
+        return (self.path, f"{self.attention}.linear_qkv_down_proj") if joined else (self.path,)
 
     @property
     def attention(self) -> str:

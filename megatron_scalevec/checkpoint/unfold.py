@@ -11,6 +11,7 @@ are multiplied by γ and γ². Those of new vectors start at zero, those of reti
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable
 
 import torch
@@ -59,6 +60,19 @@ class Unfolding:
         self._touched = False
         self._known: set[str] = set()  # 1-D parameters whose decay has been looked at
         keys = draft.model_keys
+        for key in keys:
+            if re.search(r"\.(self_attention|mlp)\.weight$", key):
+                raise ScaleVecError(
+                    f"{key} is a linear in the place of attention or an MLP (replace_with_linear), on which "
+                    "no run builds scale vectors: one with a strategy would stop at it."
+                )
+        if getattr(draft.args, "mla_down_proj_fusion", False) and config.branches == "shared":
+            if config.removes_norm_scale and config.has_input_scales:
+                raise ScaleVecError(
+                    "one down-projection for queries, keys and values (--mla-down-proj-fusion) holds a scale "
+                    f"that its branches share ({config.describe()}) by itself, where two leave it to the "
+                    "norm: unfold with --branches split."
+                )
         # Read before anything is changed.
         for sites in sites_by_norm(site for site in find_linears(keys) if site.kind.site in config.sites):
             self._linears(sites)

@@ -21,9 +21,10 @@ from megatron_scalevec.checkpoint.draft import Draft
 from megatron_scalevec.checkpoint.fold import Folding
 from megatron_scalevec.checkpoint.keys import GUARD_SHAPE
 from megatron_scalevec.checkpoint.store import Box, CheckpointReader
-from megatron_scalevec.checkpoint.tables import find_linears, hybrid_pattern
+from megatron_scalevec.checkpoint.tables import find_linears
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.hybrid_layers import hybrid_pattern
 
 __all__ = ["LOGITS_LIMIT", "PEAK_TENSORS", "Finding", "compare_logits", "compare_products", "verify"]
 

@@ -28,7 +28,7 @@ from megatron_scalevec.decisions import SHARED, norm_keeps_scale, plan_linear
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.folds import folds_of, require_an_engine
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
-from megatron_scalevec.layers.linear import leaf_class, sharding_of
+from megatron_scalevec.layers.linear import leaf_class, scale_of_all_channels
 from megatron_scalevec.layers.norm import NormHandle, head_norm, retire, scale_norm
 from megatron_scalevec.pending import released
 from megatron_scalevec.support import refuse_unsupported_experts
@@ -112,7 +112,9 @@ def _convert(model: LanguageModule, config: ScaleVecConfig) -> None:
     roles = plan_roles(model, sites)
     # Before anything is retired: a norm may feed several linears.
     scales = {
-        id(site.norm.weight): _whole(_scale_of(site.norm, model.config), site)
+        id(site.norm.weight): scale_of_all_channels(
+            site.linear, _scale_of(site.norm, model.config), site.channels
+        )
         for site in sites
         if isinstance(site, LinearSite) and site.asked_for and site.norm is not None
     }
@@ -178,16 +180,6 @@ def _scale_of(norm: NormHandle, model_config) -> torch.Tensor:
     """γ as it acts, whatever is stored."""
     weight = norm.weight.detach()
     return weight + 1 if _zero_centered(model_config) else weight.clone()
-
-
-def _whole(scale: torch.Tensor, site: LinearSite) -> torch.Tensor:
-    """The scale of all channels, where ranks have a norm over their own (Mamba's gated norm)."""
-    if scale.numel() == site.channels or scale.is_meta:
-        return scale.new_ones(site.channels) if scale.is_meta else scale
-    _, ranks = sharding_of(site.linear)
-    parts = [torch.empty_like(scale) for _ in range(ranks)]
-    torch.distributed.all_gather(parts, scale, group=leaf_class(site.linear).group_of(site.linear))
-    return torch.cat(parts)
 
 
 def _dtype(config: ScaleVecConfig) -> torch.dtype | None:

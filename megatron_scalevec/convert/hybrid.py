@@ -11,8 +11,9 @@ import sys
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron_scalevec.convert.maps import HYBRID_LAYERS, HYBRID_PARTS
+from megatron_scalevec.convert.maps import HYBRID_LAYERS
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.hybrid_layers import HYBRID_PARTS
 
 __all__ = ["is_supported", "remember_layers"]
 

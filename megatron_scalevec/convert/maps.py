@@ -9,20 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["HYBRID_LAYERS", "HYBRID_PARTS", "Map", "layer_parts", "maps_of", "parts_of_mtp"]
+from megatron_scalevec.hybrid_layers import HYBRID_PARTS
+
+__all__ = ["HYBRID_LAYERS", "Map", "layer_parts", "maps_of", "parts_of_mtp"]
 
 HYBRID_LAYERS = "scalevec_hybrid_layers"
 """Attribute of the configuration of a hybrid model: one symbol for each of the decoder's layers."""
-
-HYBRID_PARTS = {
-    "*": ("attention",),
-    "+": ("latent attention",),
-    "-": ("mlp",),
-    "E": ("experts",),
-    "M": ("mamba",),
-    "G": ("delta net",),
-}
-"""Megatron's symbols of the layers that carry scale vectors, and the parts of such a layer."""
 
 
 @dataclass(frozen=True)

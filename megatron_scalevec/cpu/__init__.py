@@ -20,7 +20,7 @@ from megatron_scalevec.errors import ScaleVecError
 if TYPE_CHECKING:
     from megatron_scalevec.patching import PatchSet
 
-__all__ = ["choose_arguments", "cuda_available", "install", "installed", "uninstall"]
+__all__ = ["change", "choose_arguments", "cuda_available", "install", "installed", "uninstall"]
 
 _GPU_ONLY_PACKAGES = ("transformer_engine", "apex")
 
@@ -89,6 +89,24 @@ def uninstall() -> None:
         undo, _undo = _undo, None
         _real_is_available = None
         undo.close()
+
+
+def change(how: Callable[[PatchSet], None]) -> None:
+    """Make a further change that :func:`uninstall` takes back.
+
+    Raises:
+        ScaleVecError: CPU mode is off.
+    """
+    from megatron_scalevec.patching import PatchSet
+
+    if _undo is None:
+        raise ScaleVecError(
+            "what CPU mode puts in the place of kernels was asked for, and CPU mode is off; add "
+            "--scalevec-cpu on, or call megatron_scalevec.cpu.install() first."
+        )
+    patches = PatchSet()
+    _undo.callback(patches.undo)
+    how(patches)
 
 
 def _install_for_megatron(patches: PatchSet, stack: ExitStack) -> None:

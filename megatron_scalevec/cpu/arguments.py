@@ -42,8 +42,22 @@ def choose_arguments(args: Any) -> list[str]:
     for choice in _CHOICES:
         if hasattr(args, choice.attribute):
             changes.extend(choice.apply(args))
+    changes.extend(_choose_hybrid_stack(args))
     changes.extend(_satisfy_connection_check())
     return changes
+
+
+def _choose_hybrid_stack(args: Any) -> list[str]:
+    """A hybrid stack of local layers, where the user's launch script names Megatron's or none."""
+    if not any(getattr(args, name, None) for name in _HYBRID_PATTERNS) or _has_own_spec(args):
+        return []
+    old = getattr(args, "spec", None)
+    args.spec = [*_HYBRID_STACK]
+    return [f"--spec {_text(old) if old else '(none)'} -> {_text(args.spec)}"]
+
+
+_HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+_HYBRID_STACK = ("megatron_scalevec.cpu.hybrid_stack", "stack")
 
 
 def _satisfy_connection_check() -> list[str]:
@@ -304,21 +318,17 @@ _REFUSALS = (
         "it is built on GPU kernels",
         "use ordinary attention or --multi-latent-attention here",
     ),
-    _Refusal(
-        "hybrid_override_pattern",
-        "--hybrid-override-pattern {value}",
-        "Megatron's hybrid stack exists with TransformerEngine layers only",
-        "use pretrain_gpt.py, or name a --spec of your own",
-        bool,
-        _has_own_spec,
-    ),
-    _Refusal(
-        "hybrid_layer_pattern",
-        "--hybrid-layer-pattern {value}",
-        "Megatron's hybrid stack exists with TransformerEngine layers only",
-        "use pretrain_gpt.py, or name a --spec of your own",
-        bool,
-        _has_own_spec,
+    *(
+        _Refusal(
+            name,
+            f"--{name.replace('_', '-')} {{value}}",
+            "sparse attention (D) and multi-token prediction (behind a /) of hybrid models exist "
+            "with TransformerEngine layers only",
+            "leave them out of the pattern, or name a --spec of your own",
+            lambda value: bool(value) and ("D" in value or "/" in value),
+            _has_own_spec,
+        )
+        for name in _HYBRID_PATTERNS
     ),
     _Refusal("sft", "--sft", _PACKED, _UNPACKED_INSTEAD),
     _Refusal(

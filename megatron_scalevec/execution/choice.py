@@ -33,6 +33,8 @@ class Obstacle:
     reason: str
 
 
+_OPTIMIZERS = ("adam", "sgd", "lion", "muon", "dist_muon")
+
 OBSTACLES: tuple[Obstacle, ...] = (
     Obstacle(
         "full-precision",
@@ -40,39 +42,14 @@ OBSTACLES: tuple[Obstacle, ...] = (
         "an fp32 run has no masters beside its weights",
     ),
     Obstacle(
-        "transformer-engine",
-        lambda args, _: getattr(args, "transformer_impl", "local") == "transformer_engine",
-        "TransformerEngine's layers have not been run in the other mode yet",
-    ),
-    Obstacle(
         "float32-vectors",
         lambda _, config: config.vector_dtype == "fp32",
         "--scalevec-vector-dtype fp32 keeps the vectors' masters in the model",
     ),
     Obstacle(
-        "experts",
-        given("num_experts", "num_moe_experts"),
-        "folding the experts' weights is not proven yet",
-    ),
-    Obstacle(
-        "latent-attention",
-        given("multi_latent_attention"),
-        "folding the weights of latent attention is not proven yet",
-    ),
-    Obstacle(
-        "hybrid",
-        given("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"),
-        "folding the weights of hybrid models is not proven yet",
-    ),
-    Obstacle(
         "optimizer",
-        lambda args, _: getattr(args, "optimizer", "adam") not in ("adam", "sgd", "muon"),
-        "this optimizer's step is not proven to leave masters where they can be folded",
-    ),
-    Obstacle(
-        "layer-wise-optimizer",
-        given("use_layer_wise_distributed_optimizer"),
-        "the layer-wise optimizer steps a weight on one rank and its vectors on another",
+        lambda args, _: getattr(args, "optimizer", "adam") not in _OPTIMIZERS,
+        "this optimizer's steps have not been shown to be the same in the two modes",
     ),
     Obstacle(
         "optimizer-cpu-offload",
@@ -97,7 +74,8 @@ OBSTACLES: tuple[Obstacle, ...] = (
     Obstacle(
         "gather-with-step",
         given("overlap_param_gather_with_optimizer_step"),
-        "--overlap-param-gather-with-optimizer-step is not proven yet",
+        "--overlap-param-gather-with-optimizer-step does not go with torch_dist checkpoints, the one format in "
+        "which raw masters can be marked",
     ),
     Obstacle(
         "optimizer-cuda-graph",

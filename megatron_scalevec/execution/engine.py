@@ -72,7 +72,7 @@ class FoldSet:
     def expect_step(self) -> None:
         """The optimizers of weights and vectors are about to step."""
         self.written = False
-        self.waiting = {id(self.weights.optimizer), id(self.vectors.optimizer)}
+        self.waiting = {id(o) for member in (self.weights, self.vectors) for o in member.optimizers}
 
     # --- collectives -----------------------------------------------------------------------------------
 
@@ -213,6 +213,8 @@ class Engine:
 
     def __init__(self, sets: Sequence[FoldSet]) -> None:
         self.sets = list(sets)
+        self.gathering_later: list[Any] = []
+        """Optimizers that gather their parameters when all have been written."""
         self.marks_masters = True
         """Whether raw masters have keys of their own; not while a checkpoint of the other mode is loaded."""
 
@@ -244,8 +246,8 @@ class Engine:
         return {
             fold.weight: fold.tp_group
             for one in self.sets
-            if one.weights.optimizer is optimizer
             for fold in one.folds
+            if fold.weight in one.weights.weights_stepped_by(optimizer)
         }
 
     @torch.no_grad()

@@ -58,9 +58,9 @@ class Vector:
 class Fold:
     """W_eff[r, c] = W[r, c] · γ_in[branch of r][first_column + c] · γ_out[branch of r][channel of r].
 
-    ``inner`` and ``outer`` have one entry per branch, None where the scale is one. ``groups``: those over
-    which a vector's gradient is a sum, besides the ranks that share the weight's master: the ranks of a
-    tensor-parallel group hold other rows or columns, those of an expert-parallel one other experts.
+    ``inner`` and ``outer`` have one entry per branch, None where the scale is one. ``tp_group``: of the ranks
+    that share the weight, None where every rank holds it whole. ``more_groups``: over which a vector's gradient
+    is a sum as well, because their ranks hold other weights with the same vector: other experts.
     """
 
     owner: torch.nn.Module
@@ -69,12 +69,18 @@ class Fold:
     inner: tuple[Vector | None, ...]
     outer: tuple[Vector | None, ...]
     first_column: int = 0
-    groups: tuple[Any, ...] = ()
+    tp_group: Any = None
+    more_groups: tuple[Any, ...] = ()
 
     @property
     def weight(self) -> torch.nn.Parameter:
         """The live weight [rows, columns], which is W_eff."""
         return getattr(self.owner, self.weight_name)
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """All groups over which a vector's gradient is a sum, besides the ranks that share the master."""
+        return (*(() if self.tp_group is None else (self.tp_group,)), *self.more_groups)
 
     @property
     def vectors(self) -> list[Vector]:
@@ -103,7 +109,8 @@ def register_fold(
     outer: Sequence[str | None],
     weight_name: str = "weight",
     first_column: int = 0,
-    groups: Sequence[Any] = (),
+    tp_group: Any = None,
+    more_groups: Sequence[Any] = (),
     vectors_of: torch.nn.Module | None = None,
 ) -> Fold:
     """Declare that a weight is W_eff from now on, and make it so.
@@ -115,7 +122,8 @@ def register_fold(
         outer: Name of each branch's γ_out.
         weight_name: Of a parameter [local rows, local columns], raw W on entry.
         first_column: Where this rank's columns begin in γ_in.
-        groups: Over whose ranks the gradient of a vector is a sum; of one rank or more.
+        tp_group: Over which the weight is sharded, None where it is not.
+        more_groups: Over whose ranks the gradient of a vector is a sum as well.
         vectors_of: Holds the vectors, ``owner`` by default.
     """
 
@@ -129,7 +137,8 @@ def register_fold(
         tuple(map(vector, inner)),
         tuple(map(vector, outer)),
         first_column,
-        tuple(group for group in groups if group.size() > 1),
+        tp_group if tp_group is not None and tp_group.size() > 1 else None,
+        tuple(group for group in more_groups if group.size() > 1),
     )
     owner.__dict__.setdefault(_ATTRIBUTE, []).append(fold)
     _fold_live(fold)

@@ -1,7 +1,8 @@
 """Megatron's mixed-precision optimizers: which parameters they handle, and where a master lies.
 
-Both kinds keep a float32 master per half-precision parameter: ``Float16OptimizerWithFloat16Params`` a whole
-one on every rank, ``DistributedOptimizer`` one shard per data-parallel rank.
+All kinds keep a float32 master per half-precision parameter: ``Float16OptimizerWithFloat16Params`` a whole
+one on every rank, ``DistributedOptimizer`` one shard per data-parallel rank, and the layer-wise optimizer
+a whole one on one data-parallel rank.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-__all__ = ["Member", "Shard", "leaves_of"]
+__all__ = ["Member", "Shard", "is_layer_wise", "leaves_of", "members_of"]
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,13 @@ class Shard:
 
 
 class Member:
-    """One of Megatron's optimizers that step by themselves."""
+    """One of Megatron's optimizers that step by themselves, or some that hand their parameters out together."""
 
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
+        self.optimizers: tuple[Any, ...] = (optimizer,)
+        """Those that step the parameters. One of them steps the shards that this rank has of a weight."""
+        self.gathers: Any = optimizer
+        """Whose step ends with the live parameters' way to the other ranks that need them."""
         self.shards: dict[torch.nn.Parameter, Shard] = {}
         """The masters that this rank has."""
         self.params: set[torch.nn.Parameter] = set()
@@ -70,6 +74,58 @@ class Member:
             pairs = zip(chain(*optimizer.float16_groups), chain(*optimizer.fp32_from_float16_groups))
             self.shards = {param: Shard(param, main, 0, param.numel()) for param, main in pairs}
             self.params = set(self.shards)
+
+    def weights_stepped_by(self, optimizer: Any) -> set[torch.nn.Parameter]:
+        """The parameters of one of :attr:`optimizers` that this rank has a master of, or may have to."""
+        if len(self.optimizers) == 1:
+            return self.params if optimizer is self.optimizers[0] else set()
+        return set(Member(optimizer).shards) & self.params if optimizer in self.optimizers else set()
+
+
+def members_of(optimizer: Any) -> list[Member]:
+    """The members of a chain in the order of their steps, or the one that an optimizer is."""
+    inner = getattr(optimizer, "chained_optimizers", None)
+    if is_layer_wise(optimizer):
+        return _members_of_layer_wise(optimizer)
+    if not inner:
+        return [Member(optimizer)]
+    return [member for each in inner for member in members_of(each)]
+
+
+def is_layer_wise(optimizer: Any) -> bool:
+    """Whether it is the optimizer that gives every parameter to one data-parallel rank."""
+    return hasattr(optimizer, "dp_cp_params_list")
+
+
+def _members_of_layer_wise(optimizer: Any) -> list[Member]:
+    """One member for the parameters that all data-parallel ranks share out, and one for those of experts.
+
+    The optimizers inside (Muon for weights, another for vectors) know this rank's parameters only, so which
+    of them steps another rank's is left open; all of them step before any parameter is gathered.
+    """
+    leaves = tuple(leaves_of(optimizer))
+    shards = {param: shard for leaf in leaves for param, shard in Member(leaf).shards.items()}
+    dense, experts, groups = (
+        optimizer.dp_cp_params_list,
+        optimizer.expt_dp_params_list,
+        optimizer.pg_collection,
+    )
+    if dense is None:
+        return [_joined(optimizer, leaves, shards, set(shards), None)]
+    of_dense = set(chain(*dense))
+    of_experts = set(chain(*experts)) if experts else set(shards) - of_dense
+    return [
+        _joined(optimizer, leaves, shards, of_dense, groups.dp_cp),
+        _joined(optimizer, leaves, shards, of_experts, groups.expt_dp if experts else None),
+    ]
+
+
+def _joined(optimizer: Any, leaves: tuple[Any, ...], shards: dict, params: set, group: Any) -> Member:
+    member = Member(None)
+    member.optimizers, member.gathers, member.params = leaves, optimizer, params
+    member.shards = {param: shard for param, shard in shards.items() if param in params}
+    member.group = group
+    return member
 
 
 def leaves_of(optimizer: Any) -> Iterator[Any]:

@@ -13,6 +13,9 @@ are untouched.
     prepare_grads                        of the outermost: then gradients are split; clipping comes later
     step_with_ready_grads                of the outermost: then every live weight has been folded
     reload_model_params                  of the outermost: then masters are unfolded
+
+A layer-wise optimizer whose weights' vectors another one steps afterwards gathers its weights at the end of
+the outermost's step instead of at the end of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.buckets import link_ready_signals
 from megatron_scalevec.execution.engine import Engine, FoldSet
 from megatron_scalevec.execution.folds import Fold, folds_of, release
-from megatron_scalevec.execution.members import Member, leaves_of
+from megatron_scalevec.execution.members import Member, is_layer_wise, members_of
 from megatron_scalevec.execution.resume import mark_raw_masters
 
 __all__ = ["engine_of", "execute_in_optimizer"]
@@ -58,11 +61,17 @@ def execute_in_optimizer(optimizer: Any, model_chunks: Sequence[torch.nn.Module]
         return
     if engine_of(optimizer) is not None:
         raise ScaleVecError("this optimizer folds the model's weights already; set it up once.")
-    engine = Engine(_sets(folds, [Member(leaf) for leaf in leaves_of(optimizer)]))
-    members = dict.fromkeys(member for one in engine.sets for member in (one.weights, one.vectors))
-    for leaf in (member.optimizer for member in members):
+    members = members_of(optimizer)
+    engine = Engine(_sets(folds, members))
+    taking_part = dict.fromkeys(member for one in engine.sets for member in (one.weights, one.vectors))
+    for leaf in dict.fromkeys(leaf for member in taking_part for leaf in member.optimizers):
         setattr(leaf, _ENGINE, engine)
         leaf.__class__ = _folding_member(type(leaf))
+    for late in dict.fromkeys(
+        one.weights.gathers for one in engine.sets if not _in_time(one.weights, one.vectors, members)
+    ):
+        late.__class__ = _gathering_later(type(late))
+        engine.gathering_later.append(late)
     setattr(optimizer, _ENGINE, engine)
     optimizer.__class__ = _folding_root(type(optimizer))
     link_ready_signals(model_chunks)
@@ -77,10 +86,7 @@ def _sets(folds: Sequence[Fold], members: Sequence[Member]) -> list[FoldSet]:
     for fold in folds:
         of_weight = _member_of(fold.weight, fold, members)
         of_vectors, *others = dict.fromkeys(_member_of(part, fold, members) for part in fold.parameters)
-        # A distributed optimizer gathers its weights over ranks as soon as it has stepped, and a fold takes
-        # the vectors after their step: that of shared experts' vectors, which are dense parameters, is first.
-        in_time = of_weight.group is None or members.index(of_vectors) <= members.index(of_weight)
-        if others or not in_time:
+        if others or not (_in_time(of_weight, of_vectors, members) or is_layer_wise(of_weight.gathers)):
             raise ScaleVecError(
                 f"the weight of a {type(fold.owner).__name__} {tuple(fold.weight.shape)} and its scale "
                 "vectors are stepped by different optimizers, which execution inside the optimizer does not "
@@ -89,6 +95,17 @@ def _sets(folds: Sequence[Fold], members: Sequence[Member]) -> list[FoldSet]:
         key = of_weight, of_vectors, tuple(map(id, fold.groups))
         grouped.setdefault(key, []).append(fold)
     return [FoldSet(own, weights, vectors) for (weights, vectors, _), own in grouped.items()]
+
+
+def _in_time(of_weight: Member, of_vectors: Member, members: Sequence[Member]) -> bool:
+    """Whether the vectors have stepped before the weights are gathered over ranks.
+
+    A distributed optimizer gathers as soon as it has stepped. Vectors that experts share are dense parameters,
+    whose optimizer comes before that of the experts.
+    """
+    if of_weight.group is None or of_weight.gathers is of_vectors.gathers:
+        return True
+    return members.index(of_vectors) < members.index(of_weight)
 
 
 def _member_of(param: torch.nn.Parameter, fold: Fold, members: Sequence[Member]) -> Member:
@@ -136,6 +153,8 @@ def _folding_root(base: type) -> type:
             success = super().step_with_ready_grads()
             if success:
                 engine_of(self).require_written()
+                for layer_wise in engine_of(self).gathering_later:
+                    layer_wise.gather_now()
             return success
 
         def reload_model_params(self, *args, **kwargs):
@@ -143,6 +162,31 @@ def _folding_root(base: type) -> type:
             engine_of(self).unfold()
 
     return _named(FoldingRoot, f"Root{base.__name__}")
+
+
+@functools.cache
+def _gathering_later(base: type) -> type:
+    """The layer-wise optimizer in front of another one that steps its weights' vectors."""
+
+    class GatheringLater(base):
+        def step_with_ready_grads(self):
+            # As where the next forward pass gathers.
+            overlaps, self.overlap_param_gather = self.overlap_param_gather, True
+            try:
+                return super().step_with_ready_grads()
+            finally:
+                self.overlap_param_gather = overlaps
+
+        def gather_now(self):
+            """What the step has left out."""
+            if self.overlap_param_gather:
+                return
+            if self.use_buffer_param_sync:
+                self.start_param_sync_for_bucket_group_subset()
+            else:
+                self.allgather_params()
+
+    return _named(GatheringLater, f"GatheringLater{base.__name__}")
 
 
 def _named(cls: type, name: str) -> type:

@@ -197,7 +197,11 @@ def _parser() -> argparse.ArgumentParser:
         help="of a GPU, for the time that folds take; default: an H100 SXM's, %(default).0f",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON record")
-    parser.add_argument("--support", action="store_true", help="print what cannot be combined, and why")
+    parser.add_argument(
+        "--support",
+        action="store_true",
+        help="print which models carry scale vectors, what cannot be combined, and why",
+    )
     return parser
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from megatron_scalevec.shapes import SHAPES
 from megatron_scalevec.support import REFUSALS
 
 if TYPE_CHECKING:  # imports Megatron
@@ -112,7 +114,17 @@ def comparison_table(rows: list[tuple[str, str, str]], titles: tuple[str, str]) 
 
 
 def support_table() -> str:
-    """What :mod:`megatron_scalevec.support` refuses."""
+    """The shapes of :mod:`megatron_scalevec.shapes`, and what :mod:`megatron_scalevec.support` refuses."""
+    shapes = _table("Models", lines=True)
+    for column in ("shape", "told by", "branches with scale vectors", "megatron-core"):
+        shapes.add_column(column, overflow="fold")
+    for shape in SHAPES:
+        carries = f"refused: {shape.refused}" if shape.refused else ", ".join(shape.branches)
+        shapes.add_row(shape.name, shape.flags or "-", carries, "-" if shape.refused else shape.versions)
+    return f"{_print(shapes)}\n\n{_refusals_table()}"
+
+
+def _refusals_table() -> str:
     table = _table("Refused together with a strategy", lines=True)
     for column in ("name", "reason", "way out"):
         table.add_column(column, overflow="fold")
@@ -128,7 +140,7 @@ def support_as_json() -> str:
         {"name": r.name, "reason": _readable(r.reason), "way_out": r.way_out, "versions": r.versions or None}
         for r in REFUSALS
     ]
-    return json.dumps(rows, indent=2)
+    return json.dumps({"shapes": [asdict(shape) for shape in SHAPES], "refusals": rows}, indent=2)
 
 
 def _readable(reason: str) -> str:

@@ -39,7 +39,7 @@ class DryRun:
     def enter(self, rank: int) -> None:
         """Become a rank: process groups as Megatron makes them, whose other members do not exist."""
         import torch
-        from megatron.core import parallel_state
+        from megatron.core import parallel_state, tensor_parallel
         from megatron.training import initialize
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -51,6 +51,8 @@ class DryRun:
         torch.distributed.init_process_group("fake", rank=rank, world_size=self.world_size, store=FakeStore())
         with _groups_of(rank):
             initialize._initialize_distributed(None, None, None)
+        # Mamba's and delta nets' parameters are drawn whatever device they are on.
+        tensor_parallel.model_parallel_cuda_manual_seed(self.args.seed)
 
     def pipeline(self) -> list[int]:
         """The ranks of the pipeline that the present rank is in, first stage first."""
@@ -102,6 +104,14 @@ class DryRun:
     def _builder(self) -> Callable[[int | None], Any]:
         from megatron.core import parallel_state
 
+        if getattr(self.args, "hybrid_layer_pattern", None):
+            from megatron.core.process_groups_config import ProcessGroupCollection
+            from megatron.training.argument_utils import hybrid_config_from_args
+            from megatron.training.models.hybrid import HybridModelBuilder
+
+            of_hybrids = HybridModelBuilder(hybrid_config_from_args(self.args))
+            all_groups = ProcessGroupCollection.use_mpu_process_groups()
+            return lambda stage: of_hybrids.build_model(all_groups, vp_stage=stage)
         if Version(self.session.version.base_version) >= Version("0.19"):
             from megatron.core.process_groups_config import ProcessGroupCollection
             from megatron.training.argument_utils import gpt_config_from_args

@@ -23,6 +23,7 @@ __all__ = [
     "add_vectors",
     "gamma_name",
     "leaf_class",
+    "scale_of_all_channels",
     "sharding_of",
     "unsharded_sizes",
 ]
@@ -199,7 +200,7 @@ class FoldedLinear(common.Folded):
     ) -> None:
         if not (in_branches or out_branches):
             return
-        own = () if cls.parallel == "replicated" else (cls.group_of(linear),)
+        own = None if cls.parallel == "replicated" else cls.group_of(linear)
         shared = tuple(in_branches) == (SHARED,)
         for weight_name, suffix in cls.weights_of(linear).items():
             weight = getattr(linear, weight_name)
@@ -215,8 +216,9 @@ class FoldedLinear(common.Folded):
                 inner=[name("in", SHARED if shared else branch, in_branches) for branch in row_map.branches],
                 outer=[name("out", branch, out_branches) for branch in row_map.branches],
                 weight_name=weight_name,
-                first_column=own[0].rank() * weight.shape[1] if cls.parallel == "row" else 0,
-                groups=(*own, *groups),
+                first_column=own.rank() * weight.shape[1] if cls.parallel == "row" else 0,
+                tp_group=own,
+                more_groups=groups,
                 vectors_of=lender,
             )
 
@@ -357,6 +359,28 @@ def sharding_of(linear: torch.nn.Module) -> tuple[int, int]:
         return 0, 1
     group = leaf.group_of(linear)
     return group.rank(), group.size()
+
+
+def scale_of_all_channels(linear: torch.nn.Module, scale: torch.Tensor, channels: int) -> torch.Tensor:
+    """The scale of all input channels of a linear, where ranks may have a norm over their own (Mamba's
+    gated norm).
+
+    Args:
+        linear: One that :func:`leaf_class` knows, or any other where every rank has the whole scale.
+        scale: The norm's on this rank, [channels] or this rank's share.
+        channels: Of the whole weight.
+
+    Returns:
+        [channels]; ones on the meta device.
+    """
+    if scale.is_meta:
+        return scale.new_ones(channels)
+    if scale.numel() == channels:
+        return scale
+    _, ranks = sharding_of(linear)
+    parts = [torch.empty_like(scale) for _ in range(ranks)]
+    torch.distributed.all_gather(parts, scale.contiguous(), group=leaf_class(linear).group_of(linear))
+    return torch.cat(parts)
 
 
 def unsharded_sizes(linear: torch.nn.Module) -> tuple[int, int]:

@@ -103,10 +103,11 @@ def hf_config(kind: str) -> Any:
 
 def local_stack_spec() -> Any:
     """The layers of a hybrid model, with plain torch for the kernels that a CPU lacks."""
-    from ranks import hybrids
+    from megatron_scalevec.cpu import hybrids
+    from megatron_scalevec.patching import PatchSet
 
-    hybrids.replace_kernels()
-    return hybrids.local_stack_spec()
+    hybrids.replace_kernels(PatchSet())
+    return hybrids.local_stack_spec(latent_norms=True)
 
 
 def _give_local_spec(provider: Any) -> None:

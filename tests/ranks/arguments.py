@@ -68,12 +68,22 @@ _MODELS = {
         --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall
         --moe-router-dtype fp32""".split(),
     # Attention, MLP, Mamba layers and gated delta nets; the pattern comes with the layout.
-    "hybrid": """--spec ranks.own_specs hybrid --mamba-state-dim 4 --mamba-head-dim 8 --mamba-num-groups 2
+    "hybrid": """--mamba-state-dim 4 --mamba-head-dim 8 --mamba-num-groups 2
         --linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 6
         --linear-num-key-heads 2 --linear-num-value-heads 4
         --group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear
         --position-embedding-type rope --untie-embeddings-and-output-weights""".split(),
 }
+# As Qwen3-Next: gated delta nets, attention behind every few of them, and in between experts with a
+# shared one; and a Mamba layer, for their way through a checkpoint.
+_MODELS["qwen3-next"] = [
+    *_MODELS["hybrid"],
+    *"""--hybrid-layer-pattern GE*EM --seq-length 16 --max-position-embeddings 16
+        --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2
+        --moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate
+        --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
+        --moe-token-dispatcher-type alltoall --moe-router-dtype fp32""".split(),
+]
 
 LAYOUTS = {
     "serial": (1, []),
@@ -119,6 +129,11 @@ EXPERT_LAYOUTS = {
         2,
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
         "--expert-tensor-parallel-size 1".split(),
+    ),
+    "etp2": (2, ["--expert-tensor-parallel-size", "2"]),
+    "tp2-sp-ep2": (
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2".split(),
     ),
     "pp2-ep2": (
         4,

@@ -42,8 +42,10 @@ def fill_by_name(model: torch.nn.Module, tp_rank: int, tp_size: int) -> None:
                 if name.startswith(path):
                     key = name_of_expert(key, offset)
                     split = _place_among_experts()
+            # Megatron says so of its own linears alone (stride 2), and not of TransformerEngine's.
+            halves = bool(model.config.gated_linear_unit) and key.endswith("linear_fc1.weight")
             with torch.no_grad():
-                param.copy_(_value(key, param, *split))
+                param.copy_(_value(key, param, *split, 2 if halves else 1))
 
 
 def name_of_expert(name: str, offset: int) -> str:
@@ -71,7 +73,7 @@ def _say_how_blocks_are_shared(mixer: torch.nn.Module) -> None:
     mixer.conv1d.weight.partition_sizes = [qk, qk, v]
 
 
-def _value(key: str, param: torch.nn.Parameter, tp_rank: int, tp_size: int) -> torch.Tensor:
+def _value(key: str, param: torch.nn.Parameter, tp_rank: int, tp_size: int, halves: int) -> torch.Tensor:
     dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
     if dim == -1:  # held whole by every rank, and only counted by every rank
         dim = None
@@ -92,6 +94,6 @@ def _value(key: str, param: torch.nn.Parameter, tp_rank: int, tp_size: int) -> t
     if sizes is not None:  # Mamba: every rank holds its share of each of several blocks
         blocks = full.split([size * tp_size for size in sizes], dim=dim)
         return torch.cat([block.chunk(tp_size, dim=dim)[tp_rank] for block in blocks], dim=dim)
-    # Stride 2: every rank holds a share of the first half (gate), then its share of the second (up).
-    halves = full.chunk(getattr(param, "partition_stride", 1), dim=dim)
-    return torch.cat([half.chunk(tp_size, dim=dim)[tp_rank] for half in halves], dim=dim)
+    # Two halves: every rank holds a share of the first (gate), then its share of the second (up).
+    parts = full.chunk(halves, dim=dim)
+    return torch.cat([part.chunk(tp_size, dim=dim)[tp_rank] for part in parts], dim=dim)

@@ -129,12 +129,15 @@ def build_gpt(
     implementation: str = "local",
     norm_class: type | None = None,
     spec=None,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
     **overrides,
 ):
     """A GPT: ``llama``, ``gpt2``, ``qk-norm``, ``one-group`` or ``mla``.
 
     ``implementation``: Megatron's name for the layers. ``norm_class``: for all norms of local layers.
-    ``spec``: another layer spec.
+    ``spec``: another layer spec. ``pre_process``, ``post_process``, ``vp_stage``: of one pipeline stage.
     ``overrides`` go into the TransformerConfig; ``layernorm_zero_centered_gamma`` brings norms of its own
     to local layers, ``mtp_num_layers`` a multi-token-prediction block.
     """
@@ -149,7 +152,7 @@ def build_gpt(
     if spec is not None:
         pass
     elif config.num_moe_experts:
-        spec = _experts_spec(config, implementation)
+        spec = _experts_spec(config, implementation, vp_stage)
     elif implementation == "transformer_engine":
         spec = _transformer_engine_spec(config)
     else:
@@ -180,18 +183,23 @@ def build_gpt(
         share_embeddings_and_output_weights=not modern,
         position_embedding_type="rope" if modern else "learned_absolute",
         mtp_block_spec=mtp,
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
     )
     # The torch norms and position tables are built in the default dtype.
     return model.to(dtype)
 
 
-def _experts_spec(config, implementation: str):
+def _experts_spec(config, implementation: str, vp_stage: int | None = None):
     """Layers with and without experts, as ``moe_layer_freq`` says."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     te = implementation == "transformer_engine"
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization=config.normalization)
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=te, normalization=config.normalization, vp_stage=vp_stage
+    )
     for layer in block.layer_specs if te else ():
         layer.submodules.self_attention.submodules.core_attention = DotProductAttention
     return block

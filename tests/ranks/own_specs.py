@@ -4,7 +4,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 
 from megatron_scalevec import ScaleVecConfig
 from megatron_scalevec.specs import scalevec_layer_spec
-from ranks.hybrids import local_stack_spec
 
 
 def _layers():
@@ -20,4 +19,3 @@ def _blocks(config, vp_stage=None):
 stock = _layers()
 layer = scalevec_layer_spec(_layers(), ScaleVecConfig(strategy="unified"))
 block = scalevec_layer_spec(_blocks, ScaleVecConfig(strategy="unified"))
-hybrid = local_stack_spec()

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
-__all__ = ["import_without_gpu", "replace_kernels"]
+__all__ = ["import_without_gpu", "replace_kernels", "replace_optimizers"]
 
 
 @contextlib.contextmanager
@@ -71,6 +71,21 @@ def replace_kernels() -> None:
         owner.layernorm_fwd, owner.layernorm_bwd = _layernorm_fwd, _layernorm_bwd
     # Kernels know no float64; the names of dtypes mean nothing to these.
     rmsnorm.TE_DType = layer_norm.TE_DType = collections.defaultdict(lambda: None)
+
+
+def replace_optimizers() -> None:
+    """Give Megatron the optimizers and norms of gradients that it has without TransformerEngine."""
+    import megatron.core.optimizer as optimizers
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+
+    optimizers.Adam = distrib_optimizer.Adam = torch.optim.AdamW
+    optimizers.USING_PYTORCH_OPTIMIZER = True
+    for module in (clip_grads, optimizer):
+        module.multi_tensor_applier = utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    clip_grads.multi_tensor_scale_tensor_impl = None
 
 
 def _prepare_forward(self, inp, num_gemms=1, **_):

@@ -29,11 +29,78 @@ def compare_with_reference(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     )
 
 
+def expert_gradients(**given: Any) -> dict[str, Any]:
+    """As the job of that name, on TransformerEngine's layers, with the optimizer of a machine without it."""
+    from megatron.core import optimizer, utils
+    from megatron.core.optimizer import clip_grads
+
+    clip_grads.multi_tensor_applier = utils.local_multi_tensor_applier
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    return jobs.expert_gradients(**{**given, "overrides": {**given["overrides"], "implementation": TE}})
+
+
+def expert_audit(overrides: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]:
+    """As the job of that name, on TransformerEngine's grouped experts."""
+    own = {"implementation": TE, "moe_grouped_gemm": True}
+    return jobs.expert_audit(**given, overrides={**own, **(overrides or {})})
+
+
 def round_trips(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As the job of that name, on TransformerEngine's layers."""
     return jobs.round_trips(
         folder, [{**case, "overrides": {**case.get("overrides", {}), "implementation": TE}} for case in cases]
     )
+
+
+def joined_and_apart(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Save latent attention with one down-projection, load it into a model with two.
+
+    Returns:
+        Digests of both models' parameters by checkpoint key, the joined weight cut into its halves.
+    """
+    from ranks.initial import fill_by_name
+    from ranks.jobs import storing
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    found = []
+    for joined in (True, False):
+        overrides = {"implementation": TE, "mla_down_proj_fusion": joined}
+        model, strategy = storing._build("mla", {"strategy": "unified"}, "float32", overrides)
+        fill_by_name(model, 0, 1) if joined else torch.nn.init.zeros_(next(model.parameters()))
+        storing.save(model, folder, strategy) if joined else storing.load(model, folder)
+        found.append(
+            {
+                entry.key: float(entry.data.double().sum())
+                for entry in model.sharded_state_dict().values()
+                if getattr(entry, "data", None) is not None and "down_proj" in entry.key
+            }
+        )
+    return tuple(found)
+
+
+def fold_joined(folder: str) -> float:
+    """Fold a model whose one down-projection has one input scale; the difference of the products."""
+    from ranks.initial import fill_by_name
+    from ranks.jobs import storing
+    from ranks.models import initialize_parallel
+
+    from megatron_scalevec.checkpoint.commands import fold_checkpoint
+    from megatron_scalevec.checkpoint.store import CheckpointReader
+    from megatron_scalevec.checkpoint.verify import compare_products
+
+    initialize_parallel()
+    overrides = {"implementation": TE, "mla_down_proj_fusion": True}
+    model, strategy = storing._build("mla", {"strategy": "or"}, "float32", overrides)
+    fill_by_name(model, 0, 1)
+    storing.save(model, f"{folder}/saved", strategy)
+    before = storing._logits(model)
+    fold_checkpoint(f"{folder}/saved", f"{folder}/out", check=False)
+    stock, _ = storing._build("mla", None, "float32", overrides)
+    storing.load(stock, f"{folder}/out")
+    paths = (CheckpointReader(f"{folder}/{name}") for name in ("saved", "out"))
+    return max(storing._difference(storing._logits(stock), before), compare_products(*paths))
 
 
 def gradients(sabotage: str | None = None, **given: Any) -> dict[str, Any]:
@@ -430,3 +497,11 @@ def _leaves(node: Any):
         return
     for item in node:
         yield from _leaves(item)
+
+
+def compare_executions(cases: list[dict[str, Any]], **given: Any) -> list[dict[str, Any]]:
+    """As the job of that name, on TransformerEngine's layers."""
+    kernels.replace_optimizers()
+    return jobs.compare_executions(
+        [{**case, "model": {"implementation": TE, **case.get("model", {})}} for case in cases], **given
+    )

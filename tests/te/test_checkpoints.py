@@ -36,3 +36,31 @@ def test_checkpoints_of_experts_unfold_and_fold(te_ranks, tmp_path):
         assert result["unfolded"] < 1e-5 and result["folded"] < 1e-5 and result["product"] < 1e-5
         if not case["train"]:
             assert result["changed"] == [], case
+
+
+def test_checkpoints_of_latent_attention_unfold_and_fold(te_ranks, tmp_path):
+    """Norms fused into the up-projections, and one down-projection, which is stored as two."""
+    cases = [
+        {"kind": "mla", "config": config, "train": train, "overrides": {"mla_down_proj_fusion": joined}}
+        for joined, config in (
+            (False, {"strategy": "unified"}),
+            (True, {"strategy": "unified"}),
+            (True, {"strategy": "iwd"}),
+            (True, {"strategy": "dp", "reparam": "unit", "sites": "attention"}),
+        )
+        for train in (False, True)
+    ]
+    [results] = te_ranks.run("round_trips", folder=str(tmp_path), cases=cases)
+    for case, result in zip(cases, results):
+        assert result["initial"] == [] and result["dtypes"] == [], case
+        assert result["unfolded"] < 1e-5 and result["folded"] < 1e-5 and result["product"] < 1e-5
+        if not case["train"] and "reparam" not in case["config"]:
+            assert result["changed"] == [], case
+
+
+def test_one_down_projection_and_two_read_each_other(te_ranks, tmp_path):
+    """Saved by the one, loaded by the other, values in the same places; a shared scale folds too."""
+    saved, loaded = te_ranks.run("joined_and_apart", folder=str(tmp_path))[0]
+    assert saved == loaded
+    [result] = te_ranks.run("fold_joined", folder=str(tmp_path / "shared"))
+    assert result < 1e-5

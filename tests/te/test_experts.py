@@ -3,6 +3,8 @@
 import re
 
 import pytest
+from ranks.pool import RankFailure
+from runs import assert_equal_steps
 
 FORMS = [
     {"strategy": "hg"},
@@ -48,6 +50,87 @@ def test_experts_on_latents_equal_the_reference(te_ranks, grouped):
     for case, found in zip(cases, results):
         assert found["start"] == 0.0 or case["config"]["strategy"] == "unified", case
         assert found["logits"] < 1e-6 and found["gradient"] < 1e-5, (case, found)
+
+
+LAYOUTS = {
+    "ep2": (2, {"expert_model_parallel_size": 2}),
+    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "tp2-sp-ep2-etp1": (
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "whose"), [("mixtral", "per-expert"), ("latent", "per-expert"), ("latent", "shared")]
+)
+def test_gradients_in_every_layout(te_ranks, model, whose):
+    """Gradients, the clipping norm, a step and the audit of grouped experts; where these are on one
+    tensor-parallel rank each, with rows that take turns as well."""
+    config = {"strategy": "dp", "experts": whose, "sites": "attention,mlp,head,projections"}
+    for turns in (None, 4):
+        given = {"config": config, "experts": model}
+        given["overrides"] = {"moe_grouped_gemm": True, "moe_mlp_glu_interleave_size": turns}
+        serial = te_ranks.run("expert_gradients", **given)
+        for world_size, sizes in [LAYOUTS[name] for name in LAYOUTS if not (turns and name == "tp2-sp")]:
+            assert_equal_steps(te_ranks.run("expert_gradients", world_size, **given, **sizes), serial)
+
+
+def test_a_grouped_expert_without_tokens_has_gradients_of_zero(te_ranks):
+    given = {"config": {"strategy": "dp"}, "experts": "shared", "overrides": {"moe_grouped_gemm": True}}
+    [found] = te_ranks.run("expert_gradients", idle=3, **given)
+    for index, idle in ((2, False), (3, True)):
+        own = [g for name, g in found["gradients"].items() if f"local_experts.{index}." in name]
+        assert len(own) == 4  # gate and up, in and out
+        assert all(gradient.any() != idle for gradient in own)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes", "config", "message"),
+    [
+        (
+            {"moe_mlp_glu_interleave_size": 4},
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            {},
+            "would load other rows than the scale vectors are for; add --expert-tensor-parallel-size 1",
+        ),
+        ({}, {"expert_model_parallel_size": 2}, {"experts": "shared"}, "--scalevec-experts shared has no ef"),
+    ],
+)
+def test_what_is_refused_of_experts_on_latents(te_ranks, overrides, sizes, config, message):
+    given = {"config": {"strategy": "dp", **config}, "experts": "latent", **sizes}
+    with pytest.raises(RankFailure, match=message):
+        te_ranks.run("expert_gradients", 2, overrides={"moe_grouped_gemm": True, **overrides}, **given)
+
+
+def test_what_is_counted_of_experts_on_latents(te_ranks):
+    """Two layers, each with the router, the projection to the latents, and gate and up of a shared expert
+    behind the norm; gate, up and down of 4 experts and the way back behind none."""
+    counts = {
+        **{f"attention {branch}": 2 for branch in "qkv"},
+        **{f"mlp {branch}": 2 for branch in ("router", "latent_down", "shared_gate", "shared_up")},
+        **{f"projections expert_{branch}": 8 for branch in ("gate", "up", "down")},
+        **{f"projections {branch}": 2 for branch in ("o", "latent_up", "shared_down")},
+    }
+    config = {"strategy": "dp", "sites": "attention,mlp,head,projections"}
+    [found] = te_ranks.run("expert_audit", config=config, experts="latent")
+    both = {f"{name} {side}": number for name, number in counts.items() for side in ("in", "out")}
+    assert found["built_vectors"] == {**both, "head logits in": 1}
+    # qkv and o; the router, both projections around the latents; two of each expert and of the shared one.
+    assert found["linears_converted"] == 2 * (2 + 1 + 2 + 2 * 4 + 2)
+    assert found["norm_scales_retired"] == 2 * 2
+    assert {v["weight_decay_class"] for v in found["vectors"]} == {"input"} and found["norm_scales_retired"]
+    assert all(vector["decays"] for vector in found["vectors"])
+    whole = {v["branch"]: v["tensor_parallel"] for v in found["vectors"] if v["branch"].startswith("latent")}
+    assert set(whole.values()) == {"as the weight that every rank holds whole"}
+    [default] = te_ranks.run("expert_audit", config={"strategy": "dp"}, experts="latent")
+    assert not [name for name in default["built_vectors"] if "expert_gate" in name and "shared" not in name]
 
 
 @pytest.mark.parametrize("model", ["mixtral", "latent"])

@@ -140,24 +140,31 @@ def convert_trained(config: dict[str, Any], kind: str = "llama") -> dict[str, An
     }
 
 
-def start_from_stock(configs: list[dict[str, Any]], experts: str) -> list[float]:
+def start_from_stock(configs: list[dict[str, Any]], kind: str, **sizes: int) -> list[float]:
     """Load a stock model's trained weights into a converted one, as ``--finetune`` does.
+
+    Args:
+        configs: Strategies, each for a model of its own.
+        kind: Of model, as of the jobs that store them.
+        sizes: Megatron's parallel sizes.
 
     Returns:
         For each configuration the relative difference of the logits.
     """
-    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
-    from ranks.models import EXPERTS, SIZES, build_gpt, initialize_parallel
+    from megatron.core import parallel_state
 
-    initialize_parallel()
+    from ranks.jobs.storing import _build
+    from ranks.models import SIZES, initialize_parallel
+
+    initialize_parallel(**sizes)
     tokens = torch.arange(SIZES["sequence"])[None]
-    stock = build_gpt(**EXPERTS[experts])
-    fill_by_name(stock, 0, 1)
+    stock, _ = _build(kind, None, "float64", sizes)
+    tensor = parallel_state.get_tensor_model_parallel_rank(), sizes.get("tensor_model_parallel_size", 1)
+    fill_by_name(stock, *tensor)
     expected, state = stock(tokens, tokens, None).detach(), stock.state_dict()
     differences = []
     for config in configs:
-        model = build_gpt(**EXPERTS[experts])
-        apply_scale_vectors(model, ScaleVecConfig(**config))
+        model, _ = _build(kind, config, "float64", sizes)
         model.scalevec_starts_from_stock = True
         model.load_state_dict(state, strict=False)
         differences.append(_difference(model(tokens, tokens, None).detach(), expected))

@@ -49,18 +49,20 @@ def compare_executions(
     """Train every case in both modes.
 
     Args:
-        cases: ``config`` of the strategy; ``kind`` of model; ``precision`` (``exact``: float32 live weights
-            beside float32 masters; ``bf16``); ``distributed``: the distributed optimizer; ``overlap``: of
-            the gradient reduction; ``model``: overrides of the model's configuration; ``ddp``: of DDP's;
+        cases: ``config`` of the strategy; ``kind`` of model, or ``pattern`` of a hybrid; ``experts``: a key of
+            :data:`ranks.models.EXPERTS`; ``without_tokens``: an expert that no token is sent to;
+            ``precision`` (``exact``: float32 live weights beside float32 masters; ``bf16``);
+            ``distributed``: the distributed optimizer; ``overlap``: of the gradient reduction and of the
+            gathering of parameters; ``model``: overrides of the model's configuration; ``ddp``: of DDP's;
             ``optimizer``: its name; ``steps``.
         sequence_parallel: Of the model.
         fault: Of :data:`ranks.jobs.faults.FAULTS`, in the optimizer's mode.
         sizes: Of Megatron's groups.
 
     Returns:
-        Per case, by mode: ``losses``, ``norms`` of the gradient, ``vectors`` by name. And ``check``: the
-        largest error of the first split relative to float64 autograd on the same gradient (``weight`` and
-        ``vectors``), and whether all live weights are cast(fold(masters)) at the end.
+        Per case, by mode: ``losses``, ``norms`` of the gradient, ``vectors`` of this rank by name. And
+        ``check``: the largest error of the first split relative to float64 autograd on the same gradient
+        (``weight`` and ``vectors``), and whether all live weights are cast(fold(masters)) at the end.
     """
     from ranks.models import initialize_parallel
 
@@ -87,12 +89,12 @@ def _train(
     from megatron_scalevec.execution.optimizer import engine_of, execute_in_optimizer
     from megatron_scalevec.layers.common import Folded
 
-    gpt, wrapped, stepper = _build(mode, sequence_parallel, sizes, **case)
+    chunks, wrapped, stepper = _build(mode, sequence_parallel, sizes, **case)
     record: dict[str, Any] = {"losses": [], "norms": [], "check": None}
     if mode == "optimizer":
-        execute_in_optimizer(stepper, [wrapped])
+        execute_in_optimizer(stepper, wrapped)
         stepper.reload_model_params()
-        assert not any(isinstance(module, Folded) for module in gpt.modules())
+        assert not any(isinstance(module, Folded) for chunk in chunks for module in chunk.modules())
         _record_check(engine_of(stepper), record)
         if fault:
             FAULTS[fault](stepper, wrapped)
@@ -100,9 +102,12 @@ def _train(
         loss, norm = _step(wrapped, stepper, step)
         record["losses"].append(loss)
         record["norms"].append(norm)
+    for chunk in wrapped:
+        chunk.disable_forward_pre_hook() if chunk.ddp_config.overlap_param_gather else None
     record["vectors"] = {
-        name: param.detach().double().numpy().copy()
-        for name, param in gpt.named_parameters()
+        f"{index} {name}": param.detach().double().numpy().copy()
+        for index, chunk in enumerate(chunks)
+        for name, param in chunk.named_parameters()
         if param.requires_grad and not getattr(param, "tensor_model_parallel", False) and param.dim() == 1
     }
     if mode == "optimizer":
@@ -117,19 +122,17 @@ def _build(
     sizes: dict[str, int],
     *,
     config: dict[str, Any],
-    kind: str = "llama",
-    experts: str | None = None,
-    without_tokens: int | None = None,
     precision: str = "exact",
     distributed: bool = True,
     overlap: bool = False,
-    model: dict[str, Any] | None = None,
     ddp: dict[str, Any] | None = None,
     optimizer: str = "adam",
+    **model: Any,
 ):
-    """(model, the same wrapped for data parallelism, optimizer)"""
+    """(the model's chunks, the same wrapped for data parallelism, optimizer)"""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.optimizer import (
         OptimizerConfig,
         get_megatron_optimizer,
@@ -139,69 +142,133 @@ def _build(
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
     from megatron_scalevec.decay import with_decaying_vectors
     from megatron_scalevec.execution.folds import fold_live_weights
-    from ranks.models import EXPERTS, build_gpt
 
-    dtype = torch.float32 if precision == "exact" else torch.bfloat16
     tp = parallel_state.get_tensor_model_parallel_rank(), sizes.get("tensor_model_parallel_size", 1)
     strategy = ScaleVecConfig(**config, execution=mode)
-    settings = {"kind": kind, "sequence_parallel": sequence_parallel, **EXPERTS.get(experts, {})}
-    gpt = build_gpt(dtype=dtype, **{**settings, **sizes, **(model or {})})
-    if without_tokens is not None:
-        for name, bias in gpt.named_buffers():
-            if name.endswith("expert_bias"):
-                bias[without_tokens] = -1e4
-    apply_scale_vectors(gpt, strategy)
-    fill_by_name(gpt, *tp)
-    fold_live_weights(gpt)
-    wrapped = DistributedDataParallel(
-        gpt.config,
-        DistributedDataParallelConfig(
-            **{
-                "use_distributed_optimizer": distributed,
-                "overlap_grad_reduce": overlap,
-                "grad_reduce_in_fp32": True,
-                **(ddp or {}),
-            }
-        ),
-        gpt,
-    )
+    gather = overlap and distributed
+    chunks, wrapped = [], []
+    for stage in range(sizes.get("virtual_pipeline_model_parallel_size", 1)):
+        chunk = _build_chunk(
+            stage,
+            torch.float32 if precision == "exact" else torch.bfloat16,
+            {"sequence_parallel": sequence_parallel, **sizes},
+            **model,
+        )
+        apply_scale_vectors(chunk, strategy)
+        fill_by_name(chunk, *tp)
+        fold_live_weights(chunk)
+        chunks.append(chunk)
+        wrapping = {
+            "use_distributed_optimizer": distributed,
+            "overlap_grad_reduce": overlap,
+            "overlap_param_gather": gather,
+            "grad_reduce_in_fp32": True,
+            **(ddp or {}),
+        }
+        wrapped.append(
+            DistributedDataParallel(chunk.config, DistributedDataParallelConfig(**wrapping), chunk)
+        )
     steps = OptimizerConfig(
         optimizer=optimizer,
-        lr=3e-3,
+        lr=1e-3,
         weight_decay=0.1,
         clip_grad=0.5,
         bf16=True,
         use_distributed_optimizer=distributed,
+        overlap_param_gather=gather,
     )
     overrides = with_decaying_vectors(get_standard_config_overrides(steps), strategy.weight_decay)
     with _separate_masters() if precision == "exact" else contextlib.nullcontext():
-        stepper = get_megatron_optimizer(steps, [wrapped], config_overrides=overrides)
+        stepper = get_megatron_optimizer(steps, wrapped, config_overrides=overrides)
     for group in stepper.param_groups:
         group["lr"] = steps.lr
-    return gpt, wrapped, stepper
+    for chunk in chunks:
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+        if overlap:
+            syncs = [each.no_sync for each in wrapped]
+            chunk.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+    return chunks, wrapped, stepper
+
+
+def _build_chunk(
+    stage: int,
+    dtype: torch.dtype,
+    sizes: dict[str, Any],
+    *,
+    kind: str = "llama",
+    pattern: str | None = None,
+    experts: str | None = None,
+    without_tokens: int | None = None,
+    model: dict[str, Any] | None = None,
+) -> torch.nn.Module:
+    """One of this rank's chunks; arguments as of :func:`compare_executions`."""
+    from megatron.core import parallel_state
+
+    from ranks.hybrids import build_hybrid
+    from ranks.models import EXPERTS, build_gpt
+
+    if pattern is not None:
+        return build_hybrid(pattern, dtype, **sizes, **(model or {}))
+    chunks = sizes.get("virtual_pipeline_model_parallel_size")
+    if chunks:
+        sizes = {**sizes, "vp_stage": stage}
+    rank, ranks = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        sizes.get("pipeline_model_parallel_size", 1),
+    )
+    ends = {
+        "pre_process": rank == 0 and stage == 0,
+        "post_process": rank == ranks - 1 and stage == (chunks or 1) - 1,
+    }
+    built = build_gpt(
+        dtype=dtype, **{"kind": kind, **EXPERTS.get(experts, {}), **sizes, **ends, **(model or {})}
+    )
+    if without_tokens is not None:
+        for name, bias in built.named_buffers():
+            if name.endswith("expert_bias"):
+                bias[without_tokens] = -1e4
+    return built
 
 
 def _step(wrapped, stepper, step: int) -> tuple[float, float]:
     """Two microbatches and an update: loss over all ranks, norm of the gradient."""
     from megatron.core import parallel_state
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from ranks.models import SIZES
 
-    shape = (2, SIZES["sequence"])
+    shape, microbatches = (2, SIZES["sequence"]), 2
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     position = torch.arange(shape[1]).expand(shape)
-    draw = torch.Generator().manual_seed(100 * step + parallel_state.get_data_parallel_rank())
-    wrapped.zero_grad_buffer()
-    stepper.zero_grad()
     loss = torch.zeros(())
-    for microbatch in range(2):
-        tokens = torch.randint(SIZES["vocabulary"], shape, generator=draw)
-        target = torch.randn(*shape, SIZES["vocabulary"], generator=draw)
-        with wrapped.no_sync() if microbatch == 0 else contextlib.nullcontext():
-            part = (wrapped(tokens, position, None).float() * target).mean()
-            part.backward()
-        loss += part.detach()
-    finalize_model_grads([wrapped])
+
+    def draw(microbatch: int):
+        generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + rank)
+        tokens = torch.randint(SIZES["vocabulary"], shape, generator=generator)
+        return tokens, torch.randn(*shape, SIZES["vocabulary"], generator=generator)
+
+    def forward(batches, model):
+        tokens, target = next(batches)
+
+        def loss_of(output):
+            own = (output.float() * target).mean()
+            loss.add_(own.detach() / microbatches)
+            return own, {}
+
+        return model(tokens, position, None), loss_of
+
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
+    stepper.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=[iter([draw(i) for i in range(microbatches)]) for _ in wrapped],
+        model=wrapped,
+        num_microbatches=microbatches,
+        seq_length=shape[1] * parallel_state.get_context_parallel_world_size(),
+        micro_batch_size=shape[0],
+        forward_only=False,
+    )
     success, norm, _ = stepper.step()
     assert success
     torch.distributed.all_reduce(loss)
@@ -214,10 +281,10 @@ def start_from_dead_channels(reparam: str) -> dict[str, bool]:
     from ranks.models import initialize_parallel
 
     initialize_parallel()
-    gpt, wrapped, stepper = _build(
+    [gpt], wrapped, stepper = _build(
         "optimizer", False, {}, config={"strategy": "dp", "reparam": reparam}, precision="bf16"
     )
-    execute_in_optimizer(stepper, [wrapped])
+    execute_in_optimizer(stepper, wrapped)
     linear = gpt.decoder.layers[0].mlp.linear_fc1
     name = {"none": "", "product": "_alpha", "unit": "_direction"}[reparam]
     with torch.no_grad():
@@ -250,7 +317,7 @@ def train_without_an_engine() -> dict[str, str]:
 
     initialize_parallel()
     found = {}
-    gpt, wrapped, stepper = _build("optimizer", False, {}, config={"strategy": "dp"}, precision="bf16")
+    [gpt], wrapped, stepper = _build("optimizer", False, {}, config={"strategy": "dp"}, precision="bf16")
     for what, act in (
         ("forward", lambda: _step(wrapped, stepper, 0)),
         ("audit", lambda: audit(gpt, stepper)),
@@ -264,19 +331,19 @@ def train_without_an_engine() -> dict[str, str]:
         position = torch.arange(4)[None]
         found["evaluation"] = str(gpt(position, position, None).isfinite().all().item())
         gpt.train()
-    execute_in_optimizer(stepper, [wrapped])
+    execute_in_optimizer(stepper, wrapped)
     found["execution"] = audit(gpt, stepper).execution
     _step(wrapped, stepper, 0)
     try:
-        execute_in_optimizer(stepper, [wrapped])
+        execute_in_optimizer(stepper, wrapped)
     except ScaleVecError as error:
         found["twice"] = str(error)
     full = _build("optimizer", False, {}, config={"strategy": "dp"}, model={"num_layers": 1})
     try:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        plain = get_megatron_optimizer(OptimizerConfig(lr=0.1), [full[1]])
-        execute_in_optimizer(plain, [full[1]])
+        plain = get_megatron_optimizer(OptimizerConfig(lr=0.1), full[1])
+        execute_in_optimizer(plain, full[1])
     except ScaleVecError as error:
         found["full precision"] = str(error)
     return found
@@ -326,12 +393,15 @@ def _gathered(member, param, what) -> torch.Tensor:
 
 
 @torch.enable_grad()
-def _errors(one, state: dict[str, Any]) -> dict[str, float]:
-    """Largest differences relative to the largest entry."""
+def _errors(one, state: dict[str, Any]) -> dict[str, Any]:
+    """Largest differences relative to the largest entry; ``of``: the vector that has it."""
     from reference import product, unit
 
+    from megatron_scalevec.vectors import vector_info
+
     leaves = {part: value.requires_grad_() for part, value in state["vectors"].items()}
-    worst = {"weight": 0.0, "vectors": 0.0}
+    worst: dict[str, Any] = {"weight": 0.0, "vectors": 0.0}
+    terms: dict[Any, float] = {}
     for fold, gradient, master in zip(one.folds, state["gradients"], state["masters"]):
         raw = master.requires_grad_()
 
@@ -342,11 +412,13 @@ def _errors(one, state: dict[str, Any]) -> dict[str, float]:
         (_effective(raw, fold, value) * gradient).sum().backward()
         found = _whole(one, fold, lambda shard: shard.gradient)
         worst["weight"] = max(worst["weight"], _relative(found, raw.grad))
+        for vector in fold.vectors:
+            if vector.size == 1:  # of a gate: a scalar by nature
+                terms |= dict.fromkeys(vector.parts.values(), float((gradient * raw.detach()).norm()))
     ours = _vectors(one, lambda shard: shard.gradient)
-    terms = {}
     for vector in {vector for fold in one.folds for vector in fold.vectors}:
         parts = list(vector.parts.values())
-        if len(parts) == 2:
+        if len(parts) == 2 and vector.size > 1:
             scalar, whole = sorted(parts, key=torch.Tensor.numel)
             terms[scalar] = float(ours[whole].norm() * leaves[whole].detach().norm())
     for part, leaf in leaves.items():
@@ -355,7 +427,9 @@ def _errors(one, state: dict[str, Any]) -> dict[str, float]:
             torch.distributed.all_reduce(expected, group=group)
         # A scalar's gradient is a sum in which much may cancel: measured against the size of its terms.
         scale = max(float(expected.abs().max()), terms.get(part, 0.0))
-        worst["vectors"] = max(worst["vectors"], _ratio(ours[part] - expected, scale))
+        error = _ratio(ours[part] - expected, scale)
+        if error >= worst["vectors"]:
+            worst.update(vectors=error, of=vector_info(part))
     return worst
 
 

@@ -35,7 +35,8 @@ def _fold_twice(optimizer, wrapped) -> None:
     def step():
         result = original()
         with torch.no_grad():
-            fold_live_weights(wrapped)
+            for chunk in wrapped:
+                fold_live_weights(chunk)
         return result
 
     optimizer.step = step
@@ -68,7 +69,29 @@ def _load_vectors_alone(optimizer, wrapped) -> None:
     optimizer.step = step
 
 
+def _load_weights_alone(optimizer, wrapped) -> None:
+    """Between two steps somebody loads earlier weights and vectors into the model, and leaves the optimizer
+    as it is."""
+    original = optimizer.step
+    steps, earlier = [], []
+
+    def step():
+        if len(steps) == 1:
+            earlier.extend(
+                {name: value.clone() for name, value in chunk.state_dict().items() if value is not None}
+                for chunk in wrapped
+            )
+        if len(steps) == 3:
+            for chunk, state in zip(wrapped, earlier):
+                chunk.load_state_dict(state)
+        steps.append(1)
+        return original()
+
+    optimizer.step = step
+
+
 FAULTS = {
+    "load-weights-alone": _load_weights_alone,
     "leave-one-out": _leave_one_out,
     "fold-twice": _fold_twice,
     "drop-reduction": _drop_reduction,

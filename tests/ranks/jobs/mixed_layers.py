@@ -11,7 +11,7 @@ from ranks.initial import fill_by_name
 from ranks.jobs.building import _same, _state
 from ranks.jobs.comparing import _difference
 
-__all__ = ["mamba_by_definition", "mixed_refused", "other_model"]
+__all__ = ["delta_by_definition", "mamba_by_definition", "mixed_refused", "other_model"]
 
 
 def mamba_by_definition(configs: list[dict[str, Any]]) -> list[dict[str, float]]:
@@ -28,8 +28,6 @@ def mamba_by_definition(configs: list[dict[str, Any]]) -> list[dict[str, float]]
 
 
 def _compare_mamba(config: dict[str, Any]) -> dict[str, float]:
-    from reference import product, unit
-
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
     from ranks.hybrids import build_hybrid
     from ranks.models import SIZES
@@ -49,11 +47,7 @@ def _compare_mamba(config: dict[str, Any]) -> dict[str, float]:
     leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
 
     def vector(name):
-        if f"{name}_beta" in leaves:
-            return product(leaves[f"{name}_beta"], leaves[f"{name}_alpha"])
-        if f"{name}_magnitude" in leaves:
-            return unit(leaves[f"{name}_magnitude"], leaves[f"{name}_direction"])
-        return leaves.get(name, torch.ones(()).double())
+        return _vector(leaves, name)
 
     composed = {}
     for name, param in stock.named_parameters():
@@ -82,7 +76,81 @@ def _compare_mamba(config: dict[str, Any]) -> dict[str, float]:
         "decoder.final_norm.gamma"
     )
     ours, expected = run(model), run(stock, composed)
-    result["logits"] = _difference(ours.detach(), expected.detach())
+    return {**result, **_differences(model, leaves, ours, expected)}
+
+
+def delta_by_definition(configs: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Two gated delta nets against ``tests/reference_delta.py``; returns as :func:`mamba_by_definition`."""
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    return [_compare_delta(config) for config in configs]
+
+
+def _compare_delta(config: dict[str, Any]) -> dict[str, float]:
+    from reference import Branch, rms_norm
+    from reference_delta import delta_net
+
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from ranks.hybrids import build_hybrid
+    from ranks.models import SIZES
+
+    model = build_hybrid("GG")
+    tokens = torch.arange(SIZES["sequence"])
+
+    def logits():
+        return model(tokens[None], tokens[None], None)[0]
+
+    before = logits().detach()
+    apply_scale_vectors(model, ScaleVecConfig(**config))
+    result = {"start": _difference(logits().detach(), before)}
+    fill_by_name(model, 0, 1)
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    eps = model.config.layernorm_epsilon
+
+    def norm(path, x):
+        return rms_norm(x, leaves[f"{path}.weight"] * _vector(leaves, f"{path}.gamma"), eps)
+
+    x = leaves["embedding.word_embeddings.weight"][tokens]
+    for number, layer in enumerate(model.decoder.layers):
+        path, mixer = f"decoder.layers.{number}", layer.self_attention
+        heads = mixer.num_value_heads
+        own = f"{path}.self_attention"
+        sizes = [mixer.qk_dim, mixer.qk_dim, mixer.v_dim, mixer.v_dim, heads, heads]
+        blocks = dict(zip("qkvzba", leaves[f"{own}.in_proj.weight"].split(sizes)))
+        of_all = _vector(leaves, f"{own}.in_proj.gamma_in_shared")
+        parts = {
+            branch: Branch(
+                weight,
+                of_all * _vector(leaves, f"{own}.in_proj.gamma_in_delta_{branch}").expand(SIZES["hidden"]),
+                _vector(leaves, f"{own}.in_proj.gamma_out_delta_{branch}"),
+            )
+            for branch, weight in blocks.items()
+        }
+        parts["out"] = Branch(leaves[f"{own}.out_proj.weight"])
+        parts["convolution"] = leaves[f"{own}.conv1d.weight"].squeeze(1)
+        parts["A"], parts["bias"] = leaves[f"{own}.A_log"], leaves[f"{own}.dt_bias"]
+        parts["gamma"] = leaves[f"{own}.out_norm.weight"] * _vector(leaves, f"{own}.out_norm.gamma")
+        heads_of = {"key_heads": mixer.num_key_heads, "value_heads": heads}
+        x = x + delta_net(norm(f"{path}.input_layernorm", x), parts, **heads_of, eps=eps)
+    expected = norm("decoder.final_norm", x) @ leaves["output_layer.weight"].T
+    return {**result, **_differences(model, leaves, logits(), expected)}
+
+
+def _vector(leaves: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A scale vector by the names of its stored parts; one where there is none."""
+    from reference import product, unit
+
+    if f"{name}_beta" in leaves:
+        return product(leaves[f"{name}_beta"], leaves[f"{name}_alpha"])
+    if f"{name}_magnitude" in leaves:
+        return unit(leaves[f"{name}_magnitude"], leaves[f"{name}_direction"])
+    return leaves.get(name, torch.ones(()).double())
+
+
+def _differences(model, leaves, ours: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
+    """Of values and of all gradients, relative to their largest entries."""
+    result = {"logits": _difference(ours.detach(), expected.detach())}
     target = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4)).double()
     (ours * target).sum().backward()
     (expected * target).sum().backward()
@@ -116,6 +184,8 @@ def mixed_refused(case: str) -> dict[str, Any]:
         elif case == "attention":
             attention = model.decoder.layers[1].self_attention
             attention.__class__ = type("Other", (torch.nn.Module,), {})
+        elif case == "cross-attention":
+            model.decoder.layers[1].cross_attention = torch.nn.Linear(1, 1)
         elif case == "sparse":
             model.hybrid_layer_pattern = model.hybrid_override_pattern = "MD"
     state = _state(model)

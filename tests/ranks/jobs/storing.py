@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 from typing import Any
 
@@ -83,9 +82,9 @@ def _build(kind: str, config: dict[str, Any] | None, dtype: str, overrides: dict
     from ranks.hybrids import BUILDERS
     from ranks.models import EXPERTS, build_gpt
 
-    more = {**EXPERTS.get(kind, {}), **(overrides or {})}
-    build = BUILDERS.get(kind, functools.partial(build_gpt, "llama" if kind in EXPERTS else kind))
-    model = build(dtype=getattr(torch, dtype), **more)
+    of_gpt = EXPERTS.get(kind, {} if kind in BUILDERS else {"kind": kind})
+    build = BUILDERS.get(kind, build_gpt)
+    model = build(dtype=getattr(torch, dtype), **{**of_gpt, **(overrides or {})})
     strategy = ScaleVecConfig(**config) if config else None
     if strategy is not None:
         apply_scale_vectors(model, strategy)
@@ -210,7 +209,8 @@ def round_trips(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]
     Args:
         folder: For the checkpoints.
         cases: Each with ``kind`` of model, ``config`` of the strategy, ``overrides`` and ``dtype``; ``train``
-            moves the scale vectors and weights away from their start before folding.
+            moves the scale vectors and weights away from their start before folding; ``fresh``: the stock
+            model is as it was built, its norms at one.
 
     Returns:
         For each case ``unfolded``: relative difference of the logits of the unfolded model and the stock
@@ -232,6 +232,7 @@ def _round_trip(
     overrides: dict[str, Any] | None = None,
     dtype: str = "float32",
     train: bool = False,
+    fresh: bool = False,
 ) -> dict[str, Any]:
     from megatron_scalevec import ScaleVecConfig, ScaleVecError, apply_scale_vectors
     from megatron_scalevec.checkpoint.commands import fold_checkpoint, unfold_checkpoint
@@ -242,7 +243,8 @@ def _round_trip(
     paths = {name: os.path.join(folder, name) for name in ("stock", "start", "trained", "folded")}
     strategy = ScaleVecConfig(**config)
     stock, _ = _build(kind, None, dtype, overrides)
-    fill_by_name(stock, 0, 1)
+    if not fresh:
+        fill_by_name(stock, 0, 1)
     save(stock, paths["stock"])
     result: dict[str, Any] = {}
     try:

@@ -42,7 +42,7 @@ def train(
         ``losses`` (empty on ranks without the last pipeline stage), ``grad_norms``, ``vectors``: final
         values of all 1-D parameters by name over the whole pipeline, ``moments``: checksums of this rank's
         optimizer states, in the order of the groups, ``weight_decay``: the values of the groups before each
-        step, ``audit`` as a dict or None.
+        step, ``evaluations``: losses of the validations, ``audit`` as a dict or None.
     """
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
@@ -72,7 +72,7 @@ def train(
             patches.set(initialize, "validate_args", arguments.validate_args)
 
     record: dict[str, Any] = {"losses": [], "grad_norms": [], "vectors": {}, "audit": None, "start": {}}
-    record["weight_decay"] = []
+    record["weight_decay"], record["evaluations"] = [], []
     chunks: list[torch.nn.Module] = []
     optimizers: list[Any] = []
 
@@ -108,9 +108,19 @@ def train(
 
         return train_step
 
+    def evaluated(original):
+        def evaluate(*args, **kwargs):
+            result = original(*args, **kwargs)
+            if result[0] and "lm loss" in result[0]:
+                record["evaluations"].append(float(result[0]["lm loss"]))
+            return result
+
+        return evaluate
+
     def record_run():
         patches.wrap(training, "setup_model_and_optimizer", start_by_name)
         patches.wrap(training, "train_step", recorded)
+        patches.wrap(training, "evaluate", evaluated)
 
     path = str(TESTS / "scripts" / script) if script else None
     # Megatron exits by itself after some options.
@@ -118,6 +128,8 @@ def train(
         if not plugin:
             record_run()
             sys.argv = ["pretrain", *argv]
+            if path:
+                sys.path.insert(0, str(Path(path).parent))  # as when Python runs the script
             runpy.run_path(path, run_name="__main__") if path else pretrain_gpt.main()
         else:
             # On top of the plugin's hooks, so that scale vectors get their start values as well.

@@ -1,0 +1,10 @@
+"""What CPU mode gives as ``--spec`` to hybrid models; importing it replaces kernels until CPU mode ends."""
+
+from megatron_scalevec import cpu
+from megatron_scalevec.cpu.hybrids import local_stack_spec, replace_kernels
+
+__all__ = ["stack"]
+
+cpu.change(replace_kernels)
+
+stack = local_stack_spec()
