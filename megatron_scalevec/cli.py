@@ -21,6 +21,7 @@ _COMMANDS = {
     "fold": "fold the scale vectors of a checkpoint into its weights, for stock Megatron",
     "patch": "make a Megatron-LM tree find this package by itself, without the launcher",
     "demo": "train a small GPT on this machine under several strategies and compare them",
+    "compare": "compare runs that have been trained: a table, a picture, a page",
     "study": "compare strategies over seeds and learning rates on this machine, in pieces, with a report",
     "export": "write a checkpoint as a Hugging Face folder, scale vectors folded into the weights",
     "import": "write a Hugging Face folder as a stock Megatron checkpoint to start from",
@@ -56,6 +57,10 @@ def _dispatch(arguments: list[str]) -> int:
         from megatron_scalevec.demo import main as demo
 
         return demo(args.rest)
+    if args.command == "compare":
+        from megatron_scalevec.compare import main as compare
+
+        return compare(args.rest)
     if args.command == "study":
         from megatron_scalevec.study import main as study
 

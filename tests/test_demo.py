@@ -377,6 +377,33 @@ def test_interrupt_ends_the_runs_and_leaves_nothing(tmp_path):
     assert signal.getsignal(signal.SIGINT) is not None
 
 
+def _lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_runs_end_with_a_command_that_is_killed(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; import test_demo;"
+        "test_demo._train([test_demo._fake_run(Path(sys.argv[1]), 'long', sys.argv[2])], jobs=1)"
+    )
+    say = f"import os; print(os.getpid(), flush=True); {SLEEP}"
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), say], cwd=Path(__file__).parent)
+    log = tmp_path / "long.log"
+    while not log.is_file() or not log.read_text().rpartition("\n")[0].rpartition("\n")[2].isdigit():
+        assert parent.poll() is None
+        time.sleep(0.05)
+    run = int(log.read_text().split()[-1])
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 30
+    while _lives(run):
+        assert time.monotonic() < deadline, "the run has outlived the command"
+        time.sleep(0.05)
+
+
 # --- report ---------------------------------------------------------------------------------------
 
 AUDIT = {

@@ -79,6 +79,29 @@ def test_a_large_model_in_seconds(ranks):
 
 
 @pytest.mark.needs_training
+@pytest.mark.parametrize("ranks_in_all", [1024, 16384])
+def test_a_large_cluster(ranks, ranks_in_all):
+    """The same model on more ranks; the last of them is the last of everything."""
+    line = [*LLAMA_70B, *_TRAINING, "--scalevec-strategy", "unified", "--context-parallel-size", "2"]
+    line[line.index("--global-batch-size") + 1] = "1024"
+    [found] = ranks.run("explain_line", arguments=line, of=ranks_in_all, rank=ranks_in_all - 1)
+    assert found["error"] is None and found["problems"] == []
+    assert found["parameters"]["stock"] == 70_553_706_496
+    replicas = ranks_in_all // 128
+    assert found["place"] == {
+        "tensor": "7 of 8",
+        "pipeline": "7 of 8",
+        "context": "1 of 2",
+        "data": f"{replicas - 1} of {replicas}",
+        "layers": "71-80",
+    }
+    # Of every stage the rank at the same place.
+    assert [stage["rank"] for stage in found["stages"]] == [
+        ranks_in_all // 8 * (stage + 1) - 1 for stage in range(8)
+    ]
+
+
+@pytest.mark.needs_training
 @pytest.mark.parametrize(
     ("model", "strategy", "layout", "more"),
     [
@@ -208,7 +231,7 @@ def test_the_command_line(tmp_path):
 
 
 @pytest.mark.needs_training
-def test_the_command_of_the_readme(tmp_path):
+def test_the_command_of_the_readme(ranks, tmp_path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     [command] = re.findall(r"<!-- checked: tests/test_explain.py -->\n```bash\n(.*?)```", readme, re.DOTALL)
     arguments = shlex.split(command.replace("\\\n", " "))
@@ -220,8 +243,8 @@ def test_the_command_of_the_readme(tmp_path):
     lines = [line.rstrip() for line in run.stdout.splitlines()]
     for line in excerpt.splitlines():
         assert line.rstrip() in lines
-    record = scalevec("explain", "--json", *arguments[2:], cwd=tmp_path)
-    assert json.loads(record.stdout)["parameters"]["stock"] == 1_028_065_024
-    refused = scalevec("explain", "--json", *arguments[2:], "--qk-clip", cwd=tmp_path)
-    assert refused.returncode == 2 and "--qk-clip" in json.loads(refused.stdout)["refused"]
+    [record] = ranks.run("explain_command", arguments=["--json", *arguments[2:]])
+    assert json.loads(record["printed"])["parameters"]["stock"] == 1_028_065_024
+    [refused] = ranks.run("explain_command", arguments=["--json", *arguments[2:], "--qk-clip"])
+    assert refused["code"] == 2 and "--qk-clip" in json.loads(refused["printed"])["refused"]
     assert not list(tmp_path.iterdir())

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from ranks.arguments import LAYOUTS, tiny_gpt
+from ranks.arguments import EXPERT_LAYOUTS, LAYOUTS, tiny_gpt
 
 pytestmark = pytest.mark.needs_training
 
@@ -56,11 +56,16 @@ def test_stages_and_what_they_cost(ranks):
     assert "One rank of each pipeline stage (2 of 2 ranks built" in found["text"]
 
 
-def test_every_rank_is_built_on_request(ranks):
-    argv = tiny_gpt("llama", *LAYOUTS["tp2"][1], *LAYOUTS["pp2"][1], "--scalevec-strategy", "unified")
+@pytest.mark.parametrize(
+    ("model", "layout", "built"),
+    [("llama", LAYOUTS["tp2"], (2, 4)), ("mixtral", EXPERT_LAYOUTS["ep2"], (2, 4))],
+    ids=["tp2-pp2", "ep2-pp2"],
+)
+def test_every_rank_is_built_on_request(ranks, model, layout, built):
+    argv = tiny_gpt(model, *layout[1], *LAYOUTS["pp2"][1], "--scalevec-strategy", "unified")
     [some] = ranks.run("explain_line", arguments=argv)
     [every] = ranks.run("explain_line", arguments=argv, every_rank=True)
-    assert (some["ranks_built"], every["ranks_built"]) == (2, 4)
+    assert (some["ranks_built"], every["ranks_built"]) == built
     for key in ("whole_model", "this_rank", "stages"):
         assert some[key] == every[key], key
 

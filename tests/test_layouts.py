@@ -67,8 +67,13 @@ def look_at(ranks, arguments, of, built):
     return found, {key: whole for key, whole, *_ in found["tiles"]}
 
 
-def elements(whole, keys):
-    return sum(math.prod(whole[key]) for key in keys)
+def elements(found, whole) -> tuple[int, int]:
+    """Of the stock model, and of what the strategy added to it."""
+    # Where a stock Megatron looks for a weight, it finds a place-holder that it cannot load.
+    stand_ins = {key for key in whole if key.replace(".weight", ".scalevec_weight") in whole.keys() - {key}}
+    stock = whole.keys() - stand_ins - set(found["vectors"])
+    sizes = [sum(math.prod(whole[key]) for key in keys) for keys in (stock, found["vectors"])]
+    return sizes[0], sizes[1]
 
 
 @pytest.mark.needs_training
@@ -92,10 +97,11 @@ def test_dense_models_are_tiled(ranks, model, layers, hidden, ffn, stages, built
     assert whole["decoder.layers.self_attention.linear_qkv.gamma_in_q_alpha"] == (layers, hidden)
     # By hand: nothing of the model is missing, and there is nothing else.
     layer = rows * hidden + hidden * hidden + 3 * hidden * ffn + 2 * hidden
-    stock = layers * layer + 2 * 128256 * hidden + hidden
-    added = layers * (5 * (hidden + 1) + 2 * (ffn + 1) + 3 * (128 + 1) + 3 * 128) + hidden + 1
-    assert elements(whole, found["vectors"]) == added
-    assert elements(whole, whole.keys() - set(found["vectors"])) == stock
+    added = 5 * (hidden + 1) + 2 * (ffn + 1) + 3 * (128 + 1 + 128)
+    assert elements(found, whole) == (
+        layers * layer + 2 * 128256 * hidden + hidden,
+        layers * added + hidden + 1,
+    )
     # Every tensor-parallel rank holds vectors whole, and its own shard of a weight.
     copies = {key: len(replicas) for (key, *_), replicas in found["tiles"].items()}
     assert copies["decoder.layers.self_attention.linear_qkv.gamma_in_q_alpha"] == 256 // stages
@@ -108,19 +114,62 @@ def test_experts_are_tiled(ranks):
     """Mixtral 8x22B: each rank holds one expert of a layer, tensor-parallel neighbours different ones."""
     found, whole = look_at(ranks, [*_TRAINING, *MIXTRAL_8X22B], 64, [7, 25, 63])
     vectors = [key for key in found["vectors"] if ".experts." in key]
-    assert vectors and all(whole[key][:2] == (56, 8) for key in vectors)
-    assert sorted(shape[-1] for key, shape in whole.items() if key in vectors).count(6144) == 2
-    print({k: v for k, v in whole.items()})
+    assert len(vectors) == 2 * 4 and all(whole[key][:2] == (56, 8) for key in vectors)
+    # By hand: 141 billion. A layer's experts, its router, its attention, its norms.
+    experts, router = 8 * 3 * 6144 * 16384, 8 * 6144
+    attention = 2 * 6144 * 6144 + 2 * 1024 * 6144
+    head_norms = 3 * (128 + 1 + 128)
+    added = 8 * (2 * 6145 + 2 * 16385) + 6145 + 9 + 3 * 6145 + head_norms
+    assert elements(found, whole) == (
+        56 * (experts + router + attention + 2 * 6144) + 2 * 128256 * 6144 + 6144,
+        56 * added + 6145,
+    )
+    # Each expert is on two ranks; its tile is missed when nobody brings it, or nobody as the main one.
+    tiles = found["tiles"]
+    fifth = [tile for tile in tiles if tile[0] == vectors[0] and tile[2][1] == 5]
+    assert len(fifth) == 56 and all(len(tiles[tile]) == 2 for tile in fifth)
+    assert problems({tile: replicas for tile, replicas in tiles.items() if tile not in fifth})
+    assert problems({**tiles, fifth[7]: tiles[fifth[7]][1:]})
+
+
+@pytest.mark.needs_training
+def test_a_model_that_stays_on_its_rank_is_noticed(ranks):
+    """The look at every rank can fail: without the groups of the other ranks all claim the same shards."""
+    [found] = ranks.run(
+        "sharded_state_at_scale",
+        timeout=480,
+        arguments=[*_TRAINING, *MIXTRAL_8X22B, "--num-layers", "4"],
+        of=64,
+        built=[0, 7],
+        becoming=False,
+    )
+    assert found["differing"] == [7]
+    assert any("same replica" in sentence for sentence in problems(found["tiles"]))
 
 
 @pytest.mark.needs_training
 def test_the_deepseek_recipe_is_tiled(ranks):
-    """256 experts on 64 ranks of each of 16 stages, latent attention, and multi-token prediction."""
+    """256 experts on the 64 ranks of each of 16 stages, latent attention, and multi-token prediction."""
     recipe = Path(__file__).resolve().parent.parent / "examples/megatron/deepseek-v3-like.sh"
     found, whole = look_at(ranks, launch_in_script(recipe, [], {}).arguments, 1024, [5, 500, 1023])
-    print(whole, found["groups"])
-    vectors = [key for key in found["vectors"] if ".experts." in key]
-    assert vectors and all(whole[key][:2] in ((58, 256), (1, 256)) for key in vectors)
+    vectors = [key for key in found["vectors"] if ".experts.experts." in key]
+    # The 58 layers with experts and the one that predicts a second token.
+    assert len(vectors) == (58 + 1) * 2 * 4 and all(whole[key][0] == 256 for key in vectors)
+    # By hand: 671 billion, and what predicts the second token.
+    hidden, ffn, expert = 7168, 18432, 2048
+    q_rows, kv_rows = 128 * (128 + 64), 128 * 128
+    attention = (1536 + 576) * hidden + q_rows * 1536 + 2 * kv_rows * 512 + hidden * kv_rows
+    attention += 2 * hidden + 1536 + 512
+    dense, experts = 3 * hidden * ffn, (256 + 1) * 3 * hidden * expert + 256 * hidden
+    whole_model = 61 * attention + 3 * dense + 58 * experts + 2 * 129280 * hidden + hidden
+    assert whole_model == 671_026_404_352
+    second_token = attention + experts + 2 * hidden * hidden + 3 * hidden
+    # Vectors, behind a factor each: of the latents' linears, of gate and up, of router and experts.
+    latent = 3 * (hidden + 1) + 1537 + 65 + 513 + 1537 + q_rows + 1 + 2 * 513 + 2 * (kv_rows + 1)
+    gated = 2 * (hidden + 1)
+    of_experts = (256 + 1) * (gated + 2 * (expert + 1)) + hidden + 1 + 256 + 1
+    added = (61 + 1) * latent + 3 * (gated + 2 * (ffn + 1)) + (58 + 1) * of_experts + 4 * (hidden + 1)
+    assert elements(found, whole) == (whole_model + second_token, added)
 
 
 def test_what_counts_as_a_problem():

@@ -63,13 +63,14 @@ if [[ ${CPU_SMOKE:-0} == 1 ]]; then
         --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16
         --num-experts 4 --moe-layer-freq "([0]*1+[1]*2)" --moe-ffn-hidden-size 24
         --moe-shared-expert-intermediate-size 24 --moe-router-topk 2
-        --pipeline-model-parallel-size 1 --expert-model-parallel-size 2
+        --pipeline-model-parallel-size 2 --expert-model-parallel-size 2
+        --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 1
         --seq-length 32 --max-position-embeddings 32
         --micro-batch-size 1 --global-batch-size 4 --train-iters 3
         --lr-warmup-iters 1 --lr-decay-iters 3
         --make-vocab-size-divisible-by 32
     )
-    LAUNCH=(torchrun --nproc-per-node 2 -m megatron_scalevec pretrain)
+    LAUNCH=(torchrun --nproc-per-node 4 -m megatron_scalevec pretrain)
 else
     DATA_ARGS=(
         --data-path "${DATA_PATH:?name an indexed dataset, without its .bin or .idx}"

@@ -165,10 +165,19 @@ def _require_same(container: Any, folder: str) -> None:
     was = settings.read(given) if given else ScaleVecConfig()
     config = asked_for(container)
     if was != config:
+        way_out = (
+            "give optimizer_config_override_provider.build_config_overrides the checkpoint's strategy, or "
+            "start without checkpoint.load"
+        )
+        if not was.active:
+            way_out = (
+                "leave the setting out, or start from the weights in Hugging Face's form through "
+                "AutoBridge's to_megatron_provider(load_weights=True), which loads them before the vectors "
+                "are built"
+            )
         raise ScaleVecError(
             f"the checkpoint in {folder} was trained with {was.describe()}, and this run asks for "
-            f"{config.describe()}: give optimizer_config_override_provider.build_config_overrides the "
-            "checkpoint's strategy, or start without checkpoint.load."
+            f"{config.describe()}: {way_out}."
         )
 
 

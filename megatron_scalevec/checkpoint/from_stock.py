@@ -10,8 +10,9 @@ import torch
 
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.folds import fold_live_weights, own_folds
+from megatron_scalevec.layers.linear import scale_of_all_channels
 from megatron_scalevec.layers.norm import NormHandle, ScaledNorm, retire
-from megatron_scalevec.vectors import set_vector
+from megatron_scalevec.vectors import compose_vector, set_vector
 
 __all__ = ["absorb_norms"]
 
@@ -54,7 +55,8 @@ def _absorb(norm: NormHandle, owners: list[tuple[str, torch.nn.Module]], zero_ce
     for path, owner in owners:
         for vector in _input_vectors(owner):
             if vector is not None:
-                set_vector(*vector, gamma)
+                channels = compose_vector(*vector).numel()
+                set_vector(*vector, scale_of_all_channels(owner, gamma, channels))
             elif not bool((gamma == 1).all()):
                 raise ScaleVecError(
                     f"the norm before {path} has a trained scale in this checkpoint, which the strategy "

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_scalevec.layers.common import Folded, mixed_class
+from megatron_scalevec.layers.common import mixed_class
+from megatron_scalevec.vectors import was_added
 
 __all__ = ["JOINED", "JoinedDownProjection", "parts_of_joined", "store_joined"]
 
@@ -41,7 +42,8 @@ class JoinedDownProjection:
 def store_joined(model: torch.nn.Module) -> None:
     """Have the vectors of every joined down-projection stored."""
     for module in model.modules():
-        if isinstance(getattr(module, JOINED, None), Folded):
+        linear = getattr(module, JOINED, None)
+        if linear is not None and any(was_added(param) for param in linear.parameters(recurse=False)):
             module.__class__ = mixed_class(JoinedDownProjection, type(module))
 
 

@@ -66,7 +66,8 @@ class Unfolding:
                     f"{key} is a linear in the place of attention or an MLP (replace_with_linear), on which "
                     "no run builds scale vectors: one with a strategy would stop at it."
                 )
-        if getattr(draft.args, "mla_down_proj_fusion", False) and config.branches == "shared":
+        self._joined = bool(getattr(draft.args, "mla_down_proj_fusion", False))
+        if self._joined and config.branches == "shared" and "attention" in config.sites:
             if config.removes_norm_scale and config.has_input_scales:
                 raise ScaleVecError(
                     "one down-projection for queries, keys and values (--mla-down-proj-fusion) holds a scale "
@@ -94,9 +95,10 @@ class Unfolding:
         """All linears that one norm feeds, and the norm."""
         plans = [self._linear(site) for site in sites]
         # Of a linear that is stored in parts, every part is raw where one has vectors.
-        raw = {site.path for site, (_, is_raw) in zip(sites, plans) if is_raw}
-        for site in sites:
-            if site.path in raw:
+        wholes = [site.whole_paths[-1] if self._joined else site.path for site in sites]
+        raw = {whole for whole, (_, is_raw) in zip(wholes, plans) if is_raw}
+        for site, whole in zip(sites, wholes):
+            if whole in raw:
                 self.draft.make_raw(site.weight)
         norm = sites[0].norm
         if norm is None:

@@ -15,6 +15,9 @@ _VALIDATION = re.compile(
     r".*?lm loss value:\s*([^\s|]+)"
 )
 _PARAMETERS = re.compile(r"number of parameters on .*rank \([\d, ]+\):\s*(\d+)")
+_MEMORY = re.compile(r"memory \(MB\) \|.*?max allocated:\s*([\d.]+)")
+# Megatron prints its arguments, dots between the name and the value.
+_ARGUMENT = re.compile(r"^\s*(seq_length|seed|scalevec_strategy) \.+ (\S+)\s*$")
 
 # torchrun follows a rank's own words with a report of its own, which says less.
 _TORCHRUN = re.compile(r"torch[./]distributed[./]elastic|torch[./]distributed[./]run|ChildFailedError")
@@ -41,6 +44,12 @@ class LogReader:
         """Validation loss after training."""
         self.parameters: int | None = None
         """Trainable parameters of the first rank that names them."""
+        self.samples: dict[int, int] = {}
+        """Sequences consumed at each step."""
+        self.memory_megabytes: float | None = None
+        """Largest memory allocated on a GPU, of the first ranks of the stages that report theirs."""
+        self.arguments: dict[str, str] = {}
+        """``seq_length``, ``seed`` and ``scalevec_strategy`` as Megatron prints them."""
         self.step = 0
         self._offset = 0
         self._rest = b""
@@ -70,6 +79,11 @@ class LogReader:
                 self.validation[int(match[1])] = loss
             else:
                 self.final_validation = loss
+        elif match := _ARGUMENT.search(line):
+            self.arguments[match[1]] = match[2]
+        elif match := _MEMORY.search(line):
+            # CPU mode reports none.
+            self.memory_megabytes = max(self.memory_megabytes or 0.0, _number(match[1]) or 0.0) or None
         elif self.parameters is None and (match := _PARAMETERS.search(line)):
             self.parameters = int(match[1])
 
@@ -78,6 +92,8 @@ class LogReader:
         time = _number(fields.get("elapsed time per iteration (ms)"))
         if loss is not None:
             self.training[step] = loss
+        if (samples := _number(fields.get("consumed samples"))) is not None:
+            self.samples[step] = int(samples)
         if time is not None:
             self.step_times[step] = time
         self.step = max(self.step, step)

@@ -62,11 +62,15 @@ class DryRun:
         return torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
 
     def copy_of_the_model(self) -> list[int]:
-        """All ranks of the model-parallel group that the present rank is in."""
+        """All ranks that hold a part of the model that the present rank holds a part of, experts included."""
         import torch
         from megatron.core import parallel_state
 
-        return torch.distributed.get_process_group_ranks(parallel_state.get_model_parallel_group())
+        groups = (
+            parallel_state.get_model_parallel_group(),
+            parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
+        )
+        return sorted({rank for group in groups for rank in torch.distributed.get_process_group_ranks(group)})
 
     def schedule(self) -> Schedule:
         """What the cost formulas need to know of the run, as it is for the present rank."""
@@ -298,11 +302,12 @@ def _set_vocabulary(run: DryRun) -> None:
     from megatron_scalevec.integration.pretrain_gpt import build_tokenizer
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    why = "it is not known"
-    try:
-        build_tokenizer(args)
-    except Exception as error:
-        why = " ".join(str(error).split())[:200] or type(error).__name__
+    why = _why_not_here(args)
+    if not why:
+        try:
+            build_tokenizer(args)
+        except Exception as error:
+            why = " ".join(str(error).split())[:200] or type(error).__name__
     if getattr(args, "padded_vocab_size", None) is not None:
         return
     size = getattr(args, "vocab_size", None)
@@ -316,3 +321,16 @@ def _set_vocabulary(run: DryRun) -> None:
     run.notes.append(
         f"vocabulary: --vocab-size {size} padded to {args.padded_vocab_size}, without the tokenizer"
     )
+
+
+def _why_not_here(args: Any) -> str:
+    """Said before transformers is imported, which takes seconds: a model from the hub that is not on disk."""
+    name = str(getattr(args, "tokenizer_model", None) or "")
+    if args.tokenizer_type != "HuggingFaceTokenizer" or not name or os.path.exists(name):
+        return ""
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        return ""  # whoever builds the tokenizer says what is missing
+    cached = os.path.join(HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
+    return "" if os.path.isdir(cached) else f"there is no folder {name}, nor a copy from the hub"

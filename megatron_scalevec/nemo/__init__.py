@@ -14,11 +14,13 @@ The weight decay follows by itself: see :mod:`megatron_scalevec.nemo.optimizer`.
 
 # No annotations as strings here: nemo_run reads the factories' to tell what an argument of a YAML line is.
 import dataclasses
+import importlib.util
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
-from megatron_scalevec.config import STRATEGIES, ScaleVecConfig
+from megatron_scalevec.config import STRATEGIES, ScaleVecConfig, choose
 from megatron_scalevec.errors import ScaleVecError
 
 __all__ = ["NAMES", "build_layers", "layer_spec", "no_weight_decay"]
@@ -119,7 +121,11 @@ def layer_spec(
     }
     given = {name: value for name, value in given.items() if value}
     # A mistake is to be known now, not when a cluster has started the run.
-    ScaleVecConfig(**given)
+    try:
+        ScaleVecConfig(**given)
+    except ScaleVecError as error:
+        _say(error)
+        raise
     return nemo_run.Partial(build_layers, **given)
 
 
@@ -135,6 +141,24 @@ def no_weight_decay(policy: str = "split") -> Any:
     from megatron_scalevec.nemo.optimizer import DoesNotDecay
 
     return nemo_run.Config(DoesNotDecay, policy=choose("weight decay", policy, WEIGHT_DECAYS))
+
+
+def _say(problem: object) -> None:
+    """Log a sentence: nemo_run drops what a factory raises, and ends in a ParseError without the reason."""
+    logging.getLogger(__name__).error("%s", problem)
+
+
+def __getattr__(name: str) -> Any:
+    """A factory of a strategy that there is none of."""
+    # Imports ask here for submodules as well, and everybody for special names.
+    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        choose(f"factory in {__name__}:", name, [*NAMES, "layer_spec", "no_weight_decay"])
+    except ScaleVecError as error:
+        _say(error)
+        raise AttributeError(str(error)) from None
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _factory(strategy: str) -> Callable[[], Any]:

@@ -47,13 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _study(options: Options, store: Store, corpus: Corpus, versions: dict[str, str], console: Console) -> int:
     from megatron_scalevec.demo.runs import RunFailed, carry_out, look_at_machine
     from megatron_scalevec.study.display import StudyDisplay
-    from megatron_scalevec.study.plan import cells
+    from megatron_scalevec.study.plan import cells, wanted
     from megatron_scalevec.study.running import JobQueue
 
     text = corpus.describe()
     store.open(options, text, versions)
     with store.owned() as descriptor:
-        at_most = len(cells(options)) * len(options.seeds)
+        at_most = max(len(wanted(options, {})), len(cells(options)) * len(options.seeds))
         machine = look_at_machine(options.run_options(1.0, options.steps), at_most, threads=1)
         with quiet():
             write_dataset(corpus, store.folder / "data" / "text")
@@ -76,8 +76,15 @@ def _study(options: Options, store: Store, corpus: Corpus, versions: dict[str, s
 
 
 def _report(options: Options, store: Store, console: Console) -> int:
-    for name, loss in store.losses().items():
-        console.print(f"{name}: {loss:.4f}", markup=False)
+    from megatron_scalevec.study.report import write_study_report
+
+    report = write_study_report(store)
+    for entry in report["cells"]:
+        if entry["verdict"]:
+            console.print(entry["verdict"], markup=False, soft_wrap=True)
+    for note in report["notes"]:
+        console.print(note, markup=False, soft_wrap=True)
+    console.print(f"{store.folder / 'report.md'}, report.json and pictures beside it", markup=False)
     return 0
 
 

@@ -34,8 +34,7 @@ def remaining_steps(queue: JobQueue) -> tuple[int, int]:
     """Runs and steps that are left, those under way and those still unplanned included."""
     from megatron_scalevec.study.plan import unplanned_runs, wanted
 
-    losses = queue.store.losses()
-    jobs, unplanned = wanted(queue.options, losses), unplanned_runs(queue.options, losses)
+    jobs, unplanned = wanted(queue.options, queue.losses), unplanned_runs(queue.options, queue.losses)
     steps = sum(job.steps for job in jobs) + unplanned * queue.options.steps
     steps -= sum(min(run.reader.step, job.steps) for job, run in queue.active.values())
     return len(jobs) + unplanned, steps
@@ -47,7 +46,7 @@ class StudyDisplay(Display):
     def __init__(self, console: Console, queue: JobQueue) -> None:
         self._console = console
         self._queue = queue
-        self._ended = len(queue.store.results())
+        self._ended = len(queue.losses)
         self._began = time.monotonic()
         self._last = self._began
         self._last_started: dict[str, int] = {}

@@ -19,7 +19,7 @@ __all__ = ["BASELINE", "OPTIMIZERS", "Options", "parse", "parser"]
 BASELINE = demo.BASELINE
 OPTIMIZERS = {"adam": "AdamW", "muon": "Muon"}
 _ARMS = "stock,hg,unified,unified-foldable,unified+branches-off=v"
-_RATES = {"adam": (2e-3, 4e-3, 8e-3), "muon": (4e-3, 8e-3, 1.6e-2)}
+_RATES = {"adam": (1e-3, 2e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3)}
 _TUNING_SEED = 99
 
 
@@ -76,6 +76,21 @@ class Options:
         values = {name: getattr(self, name) for name in names.split()}
         values["text"] = None if self.text is None else [str(path) for path in self.text]
         return values
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one batch."""
+        return self.batch_size * self.seq_length
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any], out: Path) -> Options:
+        """What :meth:`record` has put down."""
+        values = dict(record)
+        values["arms"] = tuple(map(read_arm, record["arms"]))
+        values["rates"] = {name: tuple(rates) for name, rates in record["rates"].items()}
+        values["text"] = None if record["text"] is None else tuple(map(Path, record["text"]))
+        values |= {name: tuple(record[name]) for name in ("optimizers", "seeds")}
+        return cls(**values, jobs=None, out=out)
 
     def record(self) -> dict[str, Any]:
         """Everything that the report needs, as JSON can hold it."""

@@ -66,10 +66,15 @@ class JobQueue:
     split: str
     on_result: Callable[[Job, dict[str, Any]], None] = lambda job, result: None
     active: dict[str, tuple[Job, Run]] = field(default_factory=dict)
+    losses: dict[str, float] = field(init=False)
+    """As :meth:`Store.losses` gives them: read once, because it is asked several times a second."""
+
+    def __post_init__(self) -> None:
+        self.losses = self.store.losses()
 
     def next(self) -> Run | None:
         """The next run that nobody is at."""
-        for job in wanted(self.options, self.store.losses()):
+        for job in wanted(self.options, self.losses):
             if job.name not in self.active:
                 run = run_of(job, self.options, self.store, self.split)
                 _prepare(self.store.work(job.name))
@@ -89,6 +94,8 @@ class JobQueue:
             raise RunFailed(run, reason)
         result = _result(job, run, None if reason else run.reader.final_validation)
         self.store.add(result)
+        final = result["final_validation_loss"]
+        self.losses[job.name] = math.nan if final is None else final
         self.on_result(job, result)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["from_hugging_face", "recipe_of_example", "to_hugging_face", "two_models"]
+__all__ = ["exported_checkpoint", "from_hugging_face", "recipe_of_example", "to_hugging_face", "two_models"]
 
 
 @contextlib.contextmanager
@@ -131,6 +131,47 @@ def from_hugging_face(kind: str, folder: str, config: dict[str, Any]) -> dict[st
         result["gamma"] = dict(layer.self_attention.linear_qkv.named_parameters())[
             "gamma_in_q_alpha"
         ].tolist()
+    return result
+
+
+def exported_checkpoint(
+    kind: str, checkpoint: str, folder: str, stock: bool = False, absent: bool = False
+) -> dict[str, Any]:
+    """A checkpoint of a run, as the model that Bridge's loader makes of it, and as Hugging Face.
+
+    Args:
+        checkpoint: What Bridge's training has written, one iteration.
+        folder: To write the Hugging Face model to.
+        stock: Use ``AutoBridge.export_ckpt`` itself.
+        absent: The package is not installed.
+
+    Returns:
+        ``logits`` of the loaded model, ``strategy`` that it carries, ``error``: type and text.
+    """
+    import small
+    from megatron.bridge import AutoBridge
+
+    result: dict[str, Any] = {"error": None}
+    bridge = AutoBridge.from_hf_config(small.hf_config(kind))
+    try:
+        if absent:
+            import bridge_jobs
+
+            bridge_jobs.leave_out_the_package()
+        if stock:
+            bridge.export_ckpt(checkpoint, folder, show_progress=False)
+            return result
+        with _one_rank():
+            [model] = bridge.load_megatron_model(checkpoint, wrap_with_ddp=False)
+            from megatron_scalevec.convert import applied_config
+
+            result["logits"] = _logits(model.eval()).numpy()
+            result["strategy"] = applied_config(model).strategy
+        from megatron_scalevec.bridge.export import export_ckpt
+
+        export_ckpt(bridge, checkpoint, folder)
+    except Exception as error:
+        result["error"] = (type(error).__name__, str(error))
     return result
 
 

@@ -120,23 +120,31 @@ def _give_local_spec(provider: Any) -> None:
         provider.transformer_layer_spec = local_layer_spec
 
 
-def provider(kind: str, **fields: Any) -> Any:
-    """What ``AutoBridge`` makes of :func:`hf_config`, with what a CPU can do."""
+def provider(kind: str, hf: str | None = None, **fields: Any) -> Any:
+    """What ``AutoBridge`` makes of :func:`hf_config`, with what a CPU can do; ``hf``: a folder of weights."""
     from megatron.bridge import AutoBridge
 
-    made = AutoBridge.from_hf_config(hf_config(kind)).to_megatron_provider(load_weights=False)
+    if hf is None:
+        made = AutoBridge.from_hf_config(hf_config(kind)).to_megatron_provider(load_weights=False)
+    else:
+        bridge = AutoBridge.from_hf_pretrained(hf, torch_dtype=torch.float32)
+        made = bridge.to_megatron_provider(load_weights=True)
     for name, value in {**LOCAL, **FIELDS.get(kind, {}), **fields}.items():
         setattr(made, name, value)
-    _give_local_spec(made)
+    if "transformer_layer_spec" not in fields:
+        _give_local_spec(made)
     return made
 
 
-def recipe(kind: str, folder: Path, iterations: int = 4, **model: Any) -> Any:
-    """Bridge's vanilla recipe with the model of that kind, cut down to what a CPU can do."""
+def recipe(kind: str, folder: Path, iterations: int = 4, hf: str | None = None, **model: Any) -> Any:
+    """Bridge's vanilla recipe with the model of that kind, cut down to what a CPU can do.
+
+    ``model`` are fields of the model, ``transformer_layer_spec`` among them; ``hf`` is a folder of weights.
+    """
     from megatron.bridge.recipes.gpt.vanilla_gpt import vanilla_gpt_pretrain_config
 
     container = vanilla_gpt_pretrain_config()
-    container.model = provider(kind, **model)
+    container.model = provider(kind, hf, **model)
     container.mixed_precision = None
     container.env_vars = {}
     container.dataset.seq_length = 32

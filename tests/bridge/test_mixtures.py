@@ -1,16 +1,10 @@
-"""Mixtures of experts: examples, and a small one in Bridge's own loop."""
+"""Mixtures of experts among the examples, merged into the recipes that they are for, and audited."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "bridge"
-SETTING = """
-optimizer_config_override_provider:
-  _target_: megatron.scalevec.Setting
-  build_config_overrides: unified
-"""
 QWEN3_30B_A3B = {
     "class": "Qwen3MoeConfig",
     "num_hidden_layers": 48,
@@ -42,11 +36,6 @@ def test_examples(bridge_ranks, name):
     audit = found["audit"]
     assert audit["strategy"] == "unified" and audit["built_vectors"] == audit["expected_vectors"]
     assert any("expert_gate" in kind for kind in audit["built_vectors"])
-
-
-def test_a_small_mixture_trains(bridge_ranks, tmp_path):
-    [run] = bridge_ranks.run("pretrain", kind="qwen3_moe", folder=str(tmp_path), yaml=SETTING, iterations=20)
-    assert run["error"] is None and len(run["losses"]) == 20
-    assert run["losses"][-1] < run["losses"][0]
-    audit = json.loads(run["audit"])
-    assert audit["expected_vectors"] == audit["built_vectors"]
+    [stock] = bridge_ranks.run("recipe_of_example", recipe=recipe, files=files[:1], hf=hf, layers=2)
+    assert stock["error"] is None and stock["audit"] is None
+    assert stock["parameters"] == audit["parameters_stock"]

@@ -1,8 +1,10 @@
 """Every YAML in examples/bridge, merged into the recipe of Bridge that it is for, and audited."""
 
+import re
 from pathlib import Path
 
 import pytest
+from test_mixtures import MIXTURES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "bridge"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "nemo.md"
@@ -45,9 +47,25 @@ def test_dense(bridge_ranks, name):
     assert stock["parameters"] == audit["parameters_stock"]
 
 
-def test_every_example_has_its_command():
-    text = DOCS.read_text()
-    names = {file.stem for file in EXAMPLES.glob("*.yaml")}
-    assert {"unified", *DENSE, "moe_1b_a0.3b", "qwen3_30b_a3b"} == names
-    for name in names:
-        assert f"--config {name}.yaml" in text
+def test_the_commands_of_the_docs_are_those_that_were_audited():
+    """Recipe and file of every command, for stock and unified."""
+    commands = re.findall(r"pretrain\.py --recipe (\S+)((?:\s+\\?\s*--config \S+)+)", DOCS.read_text())
+    shown = {tuple(re.findall(r"--config (\S+)\.yaml", files)): recipe for recipe, files in commands}
+    audited = {name: table[0] for name, table in {**DENSE, **MIXTURES}.items()}
+    assert shown == {(name, "unified"): recipe for name, recipe in audited.items()}
+    assert {file.stem for file in EXAMPLES.glob("*.yaml")} == {"unified", *audited}
+
+
+@pytest.mark.parametrize("files", [["unified"], []], ids=["unified", "stock"])
+def test_the_script(bridge_ranks, tmp_path, files):
+    argv = [item for name in files for item in ("--config", str(EXAMPLES / f"{name}.yaml"))]
+    [run] = bridge_ranks.run(
+        "example_script",
+        recipe="llama3_8b_pretrain_config",
+        kind="llama",
+        folder=str(tmp_path),
+        argv=[*argv, "train.train_iters=2"],
+        iterations=9,
+    )
+    assert run["saved"] == ["iter_0000002"]
+    assert (run["audit"] is not None) == bool(files)

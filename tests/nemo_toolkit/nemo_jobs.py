@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import logging
 import sys
 import types
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["describe_recipe", "resolve", "train"]
+__all__ = ["describe_recipe", "pretrain", "resolve", "send_to_slurm", "train"]
 
 
 class _NoCluster(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -67,6 +68,8 @@ LOCAL = {
     "persist_layer_norm": False,
     "use_cpu_initialization": True,
     "deallocate_pipeline_outputs": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
     "bf16": False,
     "params_dtype": torch.float32,
     "pipeline_dtype": torch.float32,
@@ -79,6 +82,7 @@ def _resolved(factory: str, yaml: str, folder: str) -> Any:
     from nemo_run.cli.lazy import LazyEntrypoint
 
     file = Path(folder) / "recipe.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml)
     return LazyEntrypoint(llm.pretrain, factory=factory, yaml=str(file)).resolve()
 
@@ -88,12 +92,16 @@ def resolve(factory: str, yaml: str, folder: str) -> dict[str, Any]:
 
     Returns:
         ``spec``: what the model's configuration then holds, ``sendable``: whether a cluster's packager can
-        write it, ``error``: type and text where it stops.
+        write it, ``error``: type and text where it stops, ``said``: what the package logged before.
     """
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("megatron_scalevec").addHandler(handler)
     try:
         recipe = _resolved(factory, yaml, folder)
     except Exception as error:
-        return {"error": (type(error).__name__, str(error))}
+        return {"error": (type(error).__name__, str(error)), "said": said}
     from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 
     return {
@@ -182,6 +190,153 @@ def _optimizer_of_nemo(module: Any, wrapped: Any) -> Any:
         lr_mult=module.lr_mult,
     )
     return made.mcore_optimizer
+
+
+class _Numbers:
+    """A tokenizer of a vocabulary without words, which mock data needs nothing else of."""
+
+    vocab_size = SMALL["vocab_size"]
+    eos_id = bos_id = 0
+
+
+class _FourTexts(torch.utils.data.Dataset):
+    """Four sequences over and over, which a model can learn, in the place of NeMo's mock data.
+
+    Those are noise, and NeMo 2.7.3 hands its own dataset the attention mask's flag as the seed, so without
+    TransformerEngine they have no mask.
+    """
+
+    def __init__(self, tokenizer, name, length, seq_length, *_):
+        self.length, self.seq_length = length, seq_length
+        generator = torch.Generator().manual_seed(5)
+        self.texts = torch.randint(0, tokenizer.vocab_size, (4, seq_length + 1), generator=generator)
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        size = self.seq_length
+        return {
+            "tokens": self.texts[index % 4, :-1],
+            "labels": self.texts[index % 4, 1:],
+            "loss_mask": torch.ones(size),
+            "position_ids": torch.arange(size),
+            "attention_mask": torch.ones(1, size, size, dtype=torch.bool).triu(1),
+        }
+
+    collate_fn = staticmethod(torch.utils.data.default_collate)
+
+
+def _without_devices() -> None:
+    """What NeMo's logger and Lightning ask for beside what CPU mode answers."""
+    from lightning.pytorch.accelerators import CUDAAccelerator
+    from nemo.lightning import nemo_logger
+
+    # CPU mode makes the CPU look like a GPU, and Lightning is not to take it for one.
+    CUDAAccelerator.is_available = staticmethod(lambda: False)
+    nemo_logger.lcp = types.SimpleNamespace(LocalCheckpointCallback=type("LocalCheckpointCallback", (), {}))
+
+
+def pretrain(factory: str, yaml: str, folder: str, steps: int) -> dict[str, Any]:
+    """Run a recipe as ``nemo llm pretrain`` does: Lightning's loop, NeMo's strategy, mock data, checkpoints.
+
+    Args:
+        factory, yaml: The recipe, cut down to :data:`SMALL`.
+        folder: For logs and checkpoints; a run goes on from the last one there, as recipes say.
+        steps: The last step of the run.
+
+    Returns:
+        ``losses``, ``output`` (what rank 0 has printed), ``decays``, ``error``.
+    """
+    import contextlib
+    import io
+
+    import fiddle
+    from lightning.pytorch.callbacks import Callback
+    from nemo.collections.llm.gpt.data import mock
+
+    mock._MockGPTDataset = _FourTexts
+    losses: list[float] = []
+    decays: dict[str, float] = {}
+
+    class Record(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            losses.append(float(trainer.callback_metrics["reduced_train_loss"]))
+
+        def on_train_start(self, trainer, pl_module):
+            names = {id(param): name for name, param in pl_module.module.named_parameters()}
+            for optimizer in trainer.optimizers:
+                for group in optimizer.mcore_optimizer.param_groups:
+                    for param in group["params"]:
+                        decays[names.get(id(param), "?")] = group["weight_decay"]
+
+    _without_devices()
+    result: dict[str, Any] = {"losses": losses, "decays": decays, "error": None, "output": ""}
+    recipe = _resolved(factory, yaml, folder)
+    for name, value in {**SMALL, **LOCAL}.items():
+        setattr(recipe.model.config, name, value)
+    recipe.trainer.accelerator = "cpu"
+    recipe.trainer.devices = 1
+    recipe.trainer.num_nodes = 1
+    recipe.trainer.max_steps = steps
+    recipe.trainer.val_check_interval = 1000
+    recipe.trainer.limit_val_batches = 0
+    recipe.trainer.log_every_n_steps = 1
+    recipe.trainer.callbacks = [Record()]
+    recipe.trainer.plugins = None
+    strategy = recipe.trainer.strategy
+    strategy.tensor_model_parallel_size = strategy.pipeline_model_parallel_size = 1
+    strategy.sequence_parallel = False
+    strategy.ddp = "megatron"
+    recipe.optim.config.bf16 = False
+    recipe.optim.config.params_dtype = torch.float32
+    recipe.optim.config.use_distributed_optimizer = False
+    recipe.optim.config.lr = 3e-3
+    # Schedules look at the length of the run, and a resumed one is to go on as one that never stopped.
+    recipe.optim.lr_scheduler = None
+    recipe.data = mock.MockDataModule(
+        seq_length=32, tokenizer=_Numbers(), micro_batch_size=2, global_batch_size=4, num_workers=0
+    )
+    recipe.log.log_dir = folder
+    recipe.log.tensorboard = recipe.log.wandb = None
+    # The last checkpoint of a run has no optimizer otherwise.
+    recipe.log.ckpt.save_optim_on_train_end = True
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            fiddle.build(recipe)()
+    except Exception as error:
+        result["error"] = (type(error).__name__, str(error))
+    result["output"] = printed.getvalue()
+    return result
+
+
+def send_to_slurm(argv: list[str]) -> dict[str, Any]:
+    """Run ``examples/nemo/slurm.py`` up to the point where ``nemo_run`` would open its tunnel.
+
+    Returns:
+        ``spec`` of the recipe that was to be sent, ``sendable``: whether a packager can write it, and fields
+        of the executor.
+    """
+    import runpy
+
+    import nemo_run
+    from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+
+    sent: dict[str, Any] = {}
+
+    def run(recipe, executor, name):
+        sent["spec"] = str(recipe.model.config.transformer_layer_spec)
+        sent["sendable"] = len(ZlibJSONSerializer().serialize(recipe)) > 0
+        sent["devices"] = (recipe.trainer.num_nodes, recipe.trainer.devices)
+        sent["executor"] = (executor.nodes, executor.ntasks_per_node, executor.gpus_per_node)
+        sent["account"] = (executor.account, executor.partition, executor.container_image)
+        sent["tunnel"] = (executor.tunnel.user, executor.tunnel.host, executor.tunnel.job_dir)
+
+    nemo_run.run = run
+    sys.argv = ["slurm.py", *argv]
+    runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples/nemo/slurm.py"), run_name="__main__")
+    return sent
 
 
 def describe_recipe(factory: str, yaml: str, folder: str, layers: int = 2) -> dict[str, Any]:

@@ -53,17 +53,18 @@ def test_a_condition_of_ones_own_is_refused(nemo_ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("value", "text", "sentence"),
     [
-        # nemo_run's own error, with the name in it.
-        ("unifed", "megatron_scalevec.nemo.unifed"),
-        ("layer_spec(strategy=unifed)", "layer_spec(strategy=unifed"),
-        ("layer_spec(strategy=or,placement=output)", "strategy=or,placement=output"),
+        # nemo_run's own error, with the name in it, and before it why.
+        ("unifed", "megatron_scalevec.nemo.unifed", "Did you mean 'unified'?"),
+        ("layer_spec(strategy=unifed)", "layer_spec(strategy=unifed", "Did you mean 'unified'?"),
+        ("layer_spec(strategy=or,placement=output)", "strategy=or,placement=output", "nothing to share"),
     ],
 )
-def test_a_misspelt_strategy_stops(nemo_ranks, tmp_path, value, text):
+def test_a_misspelt_strategy_stops(nemo_ranks, tmp_path, value, text, sentence):
     [found] = nemo_ranks.run("resolve", factory="llama32_1b", yaml=LINE.format(value), folder=str(tmp_path))
     assert found["error"] is not None and text in found["error"][1]
+    assert any(sentence in line for line in found["said"])
 
 
 def test_components_and_clusters(nemo_ranks, tmp_path):
@@ -79,12 +80,45 @@ def test_every_example_names_its_factory():
         assert f"--yaml examples/nemo/{file.name}" in file.read_text()
 
 
-@pytest.mark.parametrize("name", ["gpt_0.12b", "gpt_1b", "llama3_8b"])
-def test_dense_examples(nemo_ranks, tmp_path, name):
+def _described(nemo_ranks, tmp_path, name):
     text = (EXAMPLES / f"{name}.yaml").read_text()
     factory = text.split("--factory ")[1].split()[0]
     [found] = nemo_ranks.run("describe_recipe", factory=factory, yaml=text, folder=str(tmp_path))
     assert found["error"] is None
-    audit = found["audit"]
-    assert audit["strategy"] == "unified" and audit["linears_converted"] == 4
-    assert audit["built_vectors"] == audit["expected_vectors"]
+    assert found["audit"]["strategy"] == "unified"
+    assert found["audit"]["built_vectors"] == found["audit"]["expected_vectors"]
+    return found["audit"]
+
+
+@pytest.mark.parametrize("name", ["gpt_0.12b", "gpt_1b", "llama3_8b"])
+def test_dense_examples(nemo_ranks, tmp_path, name):
+    assert _described(nemo_ranks, tmp_path, name)["linears_converted"] == 4
+
+
+@pytest.mark.parametrize(("name", "experts"), [("moe_1b_a0.3b", 32), ("qwen3_30b_a3b", 128)])
+def test_examples_of_mixtures(nemo_ranks, tmp_path, name, experts):
+    """Two layers: attention, router and experts."""
+    audit = _described(nemo_ranks, tmp_path, name)
+    assert audit["linears_converted"] == 2 * (1 + 1 + experts)
+
+
+@pytest.mark.parametrize("strategy", ["unified", None])
+def test_the_slurm_example_sends_what_was_asked_for(nemo_ranks, strategy):
+    given = {
+        "account": "a",
+        "partition": "p",
+        "host": "login",
+        "user": "u",
+        "job-dir": "/jobs",
+        "image": "image.sqsh",
+        "nodes": "4",
+    }
+    argv = [item for name, value in given.items() for item in (f"--{name}", value)]
+    if strategy is not None:
+        argv += ["--strategy", strategy]
+    [sent] = nemo_ranks.run("send_to_slurm", argv=argv)
+    assert sent["sendable"]
+    assert ("strategy='unified'" in sent["spec"]) == (strategy is not None)
+    assert sent["devices"] == (4, 8) and sent["executor"] == (4, 8, 8)
+    assert sent["account"] == ("a", "p", "image.sqsh")
+    assert sent["tunnel"] == ("u", "login", "/jobs")

@@ -50,6 +50,15 @@ def test_checkpoints_of_latent_attention_unfold_and_fold(te_ranks, tmp_path):
         )
         for train in (False, True)
     ]
+    cases.append(
+        {
+            "kind": "mla",
+            "config": {"strategy": "post-qkv", "sites": "attention", "branches_off": "q_down"},
+            "overrides": {"mla_down_proj_fusion": True},
+            "train": False,
+            "fresh": True,
+        }
+    )
     [results] = te_ranks.run("round_trips", folder=str(tmp_path), cases=cases)
     for case, result in zip(cases, results):
         assert result["initial"] == [] and result["dtypes"] == [], case

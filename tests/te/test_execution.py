@@ -47,3 +47,14 @@ def test_grouped_experts(te_ranks):
         for experts in ("per-expert", "shared")
     ]
     check(te_ranks, cases, expert_model_parallel_size=2)
+
+
+def test_experts_on_latents_and_rows_that_take_turns(te_ranks):
+    """Projections that every rank holds whole around the experts; gate and up rows in blocks of four."""
+    sites = {"sites": ("attention", "mlp", "projections")}
+    model = {"num_layers": 1, "moe_grouped_gemm": True}
+    latent = {"config": {"strategy": "dp", **sites}, "experts": "latent", "model": model}
+    turns = {**model, "moe_mlp_glu_interleave_size": 4}
+    in_turns = {"config": {"strategy": "unified"}, "experts": "mixtral", "model": turns}
+    check(te_ranks, [latent, in_turns], expert_model_parallel_size=2)
+    check(te_ranks, [latent], tensor_model_parallel_size=2, sequence_parallel=True)

@@ -1,0 +1,404 @@
+"""Comparing runs: reading them, what is computed from them, and what is said and drawn."""
+
+import base64
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy
+import pytest
+from test_demo import ITERATION, LOG, VALIDATION
+
+from megatron_scalevec.cli import main
+from megatron_scalevec.compare import (
+    Interval,
+    Run,
+    bootstrap_interval,
+    compare,
+    read_run,
+    read_runs,
+    render,
+    smooth,
+    terminal_gap,
+    terminal_loss,
+    token_ratio,
+    verdict,
+)
+from megatron_scalevec.compare.statistics import decreasing
+from megatron_scalevec.errors import ScaleVecError
+
+DOCUMENTATION = (Path(__file__).parents[1] / "docs" / "compare.md").read_text(encoding="utf-8")
+TOKENS = numpy.arange(1, 801) * 1000.0
+
+
+def curve(tokens):
+    """A loss that falls as losses do."""
+    return 1.2 + 30.0 * tokens**-0.3
+
+
+def synthetic(label, seed, losses, *, tokens=TOKENS, **more):
+    return Run(label, f"{label}-{seed}", numpy.arange(1, len(losses) + 1), losses, tokens, seed=seed, **more)
+
+
+def seeds_of(label, count, *, gap=0.0, spread=0.01, speed=1.0, generator):
+    """Runs whose losses share each seed's noise with the other labels' runs, but for ``spread``."""
+    runs = []
+    for seed in range(count):
+        shared = numpy.random.default_rng(seed).normal(0, 0.05, len(TOKENS))
+        losses = curve(TOKENS * speed) + gap + shared + generator.normal(0, spread)
+        runs.append(synthetic(label, seed, losses))
+    return runs
+
+
+# --- what is computed -------------------------------------------------------------------------------
+
+
+def test_smooth_is_a_centred_mean():
+    losses = numpy.random.default_rng(0).normal(size=(2, 400))
+    done = smooth(losses)
+    assert done[1, 200] == pytest.approx(losses[1, 190:211].mean())
+    assert done[0, 0] == pytest.approx(losses[0, :11].mean())
+    assert smooth(losses[0])[7] == pytest.approx(done[0, 7])
+    assert (smooth(losses[:, :39]) == losses[:, :39]).all(), "too short to be smoothed"
+
+
+def test_decreasing_is_the_nearest_such_curve():
+    falling = numpy.array([5.0, 4.0, 4.0, 1.0])
+    assert (decreasing(falling) == falling).all()
+    assert decreasing(numpy.array([3.0, 1.0, 2.0, 0.0])).tolist() == [3.0, 1.5, 1.5, 0.0]
+    noisy = curve(TOKENS) + numpy.random.default_rng(1).normal(0, 0.1, len(TOKENS))
+    found = decreasing(noisy)
+    assert (numpy.diff(found) <= 0).all() and found.mean() == pytest.approx(noisy.mean())
+
+
+@pytest.mark.parametrize("by", ["training", "validation"])
+def test_a_known_gap_is_recovered(by):
+    generator = numpy.random.default_rng(5)
+    stock = seeds_of("stock", 8, generator=generator)
+    other = seeds_of("other", 8, gap=-0.04, generator=generator)
+    if by == "validation":
+        stock, other = (
+            [
+                synthetic(r.label, r.seed, r.losses, final_validation=r.losses[-40:].mean() + 0.1)
+                for r in group
+            ]
+            for group in (stock, other)
+        )
+    gap = terminal_gap(stock, other, by=by)
+    assert gap.paired and gap.count == 8
+    assert gap.low < -0.04 < gap.high
+    assert gap.mean == pytest.approx(-0.04, abs=0.01) and gap.high - gap.low < 0.03
+
+
+def test_terminal_loss_is_the_mean_of_the_last_twentieth():
+    run = synthetic("a", 0, numpy.concatenate([numpy.full(760, 9.0), numpy.arange(40.0)]))
+    assert terminal_loss(run, "training") == pytest.approx(19.5)
+
+
+@pytest.mark.parametrize("count, paired", [(2, True), (3, True), (5, True), (3, False), (5, False)])
+def test_intervals_hold_the_truth_as_often_as_they_say(count, paired):
+    generator = numpy.random.default_rng(count)
+    trials, held = 2000, 0
+    for _ in range(trials):
+        noise = generator.normal(0, 1.0, count)
+        if paired:
+            interval = bootstrap_interval(0.3 + noise)
+            held += interval.low <= 0.3 <= interval.high
+        else:
+            other = generator.normal(1.0, 1.0, count)
+            interval = bootstrap_interval(0.3 + noise, other, draws=4000)
+            held += interval.low <= -0.7 <= interval.high
+    assert held / trials == pytest.approx(0.95, abs=0.02)
+
+
+def test_the_coverage_test_can_fail():
+    """Resamples of three values themselves, the usual bootstrap, would not pass it."""
+    generator = numpy.random.default_rng(0)
+    picks = generator.integers(0, 3, (1000, 3))
+    held = 0
+    for _ in range(1000):
+        values = generator.normal(0, 1, 3)
+        low, high = numpy.quantile(values[picks].mean(1), [0.025, 0.975])
+        held += low <= 0 <= high
+    assert held / 1000 < 0.85
+
+
+def test_one_value_has_no_interval_and_equal_ones_have_no_width():
+    assert bootstrap_interval([0.5]) == Interval(0.5, None, None, 1)
+    assert bootstrap_interval([0.5, 0.5]) == Interval(0.5, 0.5, 0.5, 2)
+    assert bootstrap_interval([1.0, 2.0, 4.0]) == bootstrap_interval([1.0, 2.0, 4.0])
+
+
+def test_seeds_are_paired_where_they_are_the_same():
+    generator = numpy.random.default_rng(3)
+    stock = seeds_of("stock", 3, generator=generator)
+    other = seeds_of("other", 3, generator=generator)
+    without = [synthetic("other", seed, run.losses) for seed, run in zip((7, 8, 9), other)]
+    assert terminal_gap(stock, other).paired
+    unpaired = terminal_gap(stock, without)
+    assert not unpaired.paired and unpaired.mean == pytest.approx(terminal_gap(stock, other).mean)
+
+
+@pytest.mark.parametrize("speed", [1.0, 1.4, 1 / 1.4])
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_a_known_token_ratio_is_recovered(speed, noise):
+    generator = numpy.random.default_rng(11)
+    ratios = []
+    for _ in range(100):
+        losses = [curve(TOKENS * s) + generator.normal(0, noise, len(TOKENS)) for s in (1.0, speed)]
+        ratios.append(token_ratio(synthetic("stock", 0, losses[0]), synthetic("other", 0, losses[1])))
+    assert numpy.exp(numpy.log(ratios).mean()) == pytest.approx(speed, rel=0.01 if noise == 0 else 0.03)
+
+
+def test_a_run_that_noise_ends_low_is_not_said_to_start_there():
+    falling = curve(TOKENS)
+    noisy = falling.copy()
+    noisy[-60:-25] += 0.5
+    noisy[-25:] = falling[-25:] - 1e-3
+    assert token_ratio(synthetic("stock", 0, falling), synthetic("other", 0, noisy)) == pytest.approx(
+        1, rel=0.05
+    )
+
+
+def test_steps_stand_for_tokens_that_are_not_known():
+    stock = synthetic("stock", 0, curve(TOKENS), tokens=None)
+    other = synthetic("other", 0, curve(TOKENS * 1.4))
+    assert token_ratio(stock, other) == pytest.approx(1.4, rel=0.01)
+    assert "does not say how many tokens" in compare([stock, other]).notes[0]
+
+
+# --- what is said -----------------------------------------------------------------------------------
+
+GAPS = {
+    "below": (
+        Interval(-0.02, -0.03, -0.01, 5),
+        "new ended below stock, by 0.0100 to 0.0300 (5 seeds, 95% interval).",
+    ),
+    "above": (
+        Interval(0.02, 0.01, 0.03, 5),
+        "new ended above stock, by 0.0100 to 0.0300 (5 seeds, 95% interval).",
+    ),
+    "nothing": (
+        Interval(-0.02, -0.05, 0.01, 3),
+        "new: no difference from stock is shown; the loss may be up to 0.0500 lower or 0.0100 higher "
+        "(3 seeds, 95% interval).",
+    ),
+    "touches zero": (
+        Interval(-0.02, -0.04, 0.0, 3),
+        "new: no difference from stock is shown; the loss may be up to 0.0400 lower or 0.0000 higher "
+        "(3 seeds, 95% interval).",
+    ),
+    "one seed": (
+        Interval(-0.02, None, None, 1),
+        "new ended 0.0200 below stock with one seed, which says nothing about chance.",
+    ),
+    "none": (None, "new: nothing can be said, as no two finished runs can be compared."),
+}
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_verdicts(name):
+    gap, expected = GAPS[name]
+    assert verdict("new", "stock", gap) == expected
+
+
+def test_verdicts_name_what_is_missing_and_what_diverged():
+    gap = Interval(-0.02, -0.03, -0.01, 2)
+    said = verdict("new", "stock", gap, missing=1, diverged=2, wanted=6)
+    assert said == (
+        "new ended below stock among the runs that did not diverge, by 0.0100 to 0.0300 (2 "
+        "seeds, 95% interval). "
+        "Runs of new or stock that diverged: 2. Not complete: 1 of the 6 runs that this compares are missing."
+    )
+
+
+# --- reading ----------------------------------------------------------------------------------------
+
+
+def write_log(path, strategy, seed, losses, milliseconds=100.0, memory=None):
+    lines = [
+        f"  {name} {'.' * 20} {value}"
+        for name, value in (("scalevec_strategy", strategy), ("seed", seed), ("seq_length", 16))
+    ]
+    for step, loss in enumerate(losses, 1):
+        line = ITERATION.format(step=step, ms=milliseconds, loss=loss)
+        lines.append(re.sub(r"samples:\s+4", f"samples: {4 * step}", line))
+        if memory and step == 2:
+            lines.append(
+                f"[Rank 0] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: {memory} |"
+            )
+    lines.append(VALIDATION.format(where=f"{len(losses)} on validation set", loss=losses[-1] + 0.1))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def test_logs_are_read(tmp_path):
+    write_log(tmp_path / "log", "hg", 7, [4.0, 3.0, 2.0], memory=512.0)
+    run = read_run(tmp_path / "log")
+    assert (run.label, run.seed, run.final_validation) == ("hg", 7, pytest.approx(2.1))
+    assert run.losses.tolist() == [4.0, 3.0, 2.0] and run.tokens.tolist() == [64, 128, 192]
+    assert run.seconds.tolist() == pytest.approx([0.1, 0.2, 0.3]) and run.step_time_ms == 100.0
+    assert run.memory_bytes == 512 * 2**20
+    assert read_run(tmp_path / "log", "mine").label == "mine"
+
+
+def test_a_log_that_leaves_steps_out(tmp_path):
+    (tmp_path / "plain.log").write_text(LOG)
+    run = read_run(tmp_path / "plain.log")
+    assert run.label == "plain" and run.tokens is None and run.steps.tolist() == [1, 2, 10]
+    # Steps 3 to 10 at the time that step 10 gives.
+    assert run.seconds.tolist() == pytest.approx([0.1111, 0.1907, 0.1907 + 8 * 0.0538])
+    assert read_run(tmp_path / "plain.log", seq_length=8).tokens.tolist() == [32, 32, 32]
+
+
+def test_json_lines_are_read(tmp_path):
+    lines = [{"strategy": "hg", "seed": 3}]
+    for step in (1, 2, 3):
+        lines.append({"step": step, "loss": 9.0 - step, "tokens": 100 * step, "step_time_ms": 50})
+        lines.append({"step": step, "memory_bytes": 1000 + step, "something": {"else": 1}})
+    lines.append({"step": 3, "validation_loss": 6.5})
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 4, "lo')
+    run = read_run(path)
+    assert (run.label, run.seed, run.final_validation, run.memory_bytes) == ("hg", 3, 6.5, 1003)
+    assert run.losses.tolist() == [8, 7, 6] and run.tokens.tolist() == [100, 200, 300]
+    path.write_text('{"step": 1, "loss": 2.0}\nspam\n')
+    with pytest.raises(ScaleVecError, match="run.jsonl:2 is no JSON object"):
+        read_run(path)
+
+
+def test_tensorboard_is_read(tmp_path):
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path / "tb") as writer:
+        for name, value in (("seq_length", 16), ("seed", 5), ("scalevec_strategy", "dp")):
+            writer.add_text(name, str(value))
+        for step in range(1, 6):
+            loss = 5.0 - step / 10
+            writer.add_scalar("lm loss", loss, step)
+            writer.add_scalar("lm loss vs samples", loss, step * 4)
+            writer.add_scalar("iteration-time", 0.25, step)
+            writer.add_scalar("mem-max-allocated-bytes", 1e6 + step, step)
+        writer.add_scalar("lm loss validation", 4.4, 3)
+        writer.add_scalar("lm loss validation", 4.2, 5)
+    run = read_run(tmp_path / "tb")
+    assert (run.label, run.seed, run.step_time_ms) == ("dp", 5, 250.0)
+    assert run.losses.tolist() == pytest.approx([4.9, 4.8, 4.7, 4.6, 4.5])
+    assert run.tokens.tolist() == [64, 128, 192, 256, 320]
+    assert run.seconds.tolist() == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.25])
+    assert run.validation == ((3, pytest.approx(4.4)),) and run.final_validation == pytest.approx(4.2)
+    assert run.memory_bytes == 1e6 + 5
+    with SummaryWriter(tmp_path / "other") as writer:
+        writer.add_scalar("accuracy", 0.5, 1)
+    with pytest.raises(ScaleVecError, match="no TensorBoard curve of the training loss"):
+        read_run(tmp_path / "other")
+
+
+def test_demos_are_read(tmp_path):
+    from test_demo import _report
+
+    (tmp_path / "report.json").write_text(json.dumps(_report("stock,hg", "2")))
+    runs = read_runs(tmp_path)
+    assert [(run.label, run.seed) for run in runs] == [
+        ("stock", 1234),
+        ("hg", 1234),
+        ("stock", 1235),
+        ("hg", 1235),
+    ]
+    assert terminal_gap(runs[::2], runs[1::2], by="validation").mean == pytest.approx(-0.02)
+    with pytest.raises(ScaleVecError, match="holds 4 runs"):
+        read_run(tmp_path)
+    with pytest.raises(ScaleVecError, match="leave the label out"):
+        read_runs(tmp_path, "both")
+
+
+BAD = [
+    (["absent"], "absent does not exist"),
+    (["empty.log", "stock.log"], "empty.log holds no training loss"),
+    (["stock.log"], "a comparison needs two labels"),
+    (["a=stock.log", "a=stock.log", "b=hg.log"], "no repetitions of one another"),
+    (["stock.log", "hg.log", "--baseline", "dp"], "no run is called 'dp'"),
+    (["stock.log", "hg.log", "--confidence", "20"], "--confidence 20"),
+    (["stock.log", "hg.log", "--seq-length", "0"], "--seq-length 0"),
+    (["stock.log", "hg.log", "--png", "absent/loss.png"], "cannot be written"),
+    (["stock.log", "plain.log", "--by", "validation"], "compare by training"),
+    (["other.json", "stock.log"], "no report of scalevec demo"),
+    (["stock.log", "--nonsense"], "--nonsense"),
+]
+
+
+@pytest.mark.parametrize("argv, message", BAD, ids=[" ".join(argv) for argv, _ in BAD])
+def test_bad_input_is_refused(tmp_path, monkeypatch, capsys, argv, message):
+    monkeypatch.chdir(tmp_path)
+    write_log(tmp_path / "stock.log", "stock", 1, [4.0, 3.0])
+    write_log(tmp_path / "hg.log", "hg", 1, [4.0, 2.9])
+    (tmp_path / "plain.log").write_text(ITERATION.format(step=1, ms=1, loss=2.0) + "\n")
+    (tmp_path / "empty.log").write_text("nothing\n")
+    (tmp_path / "other.json").write_text("{}")
+    before = sorted(tmp_path.iterdir())
+    assert main(["compare", *argv]) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+# --- the whole --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def six_logs(tmp_path, monkeypatch):
+    """The runs that docs/compare.md names, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    generator = numpy.random.default_rng(0)
+    for seed in (1, 2, 3):
+        shared = curve(TOKENS[:200]) + generator.normal(0, 0.02, 200)
+        for strategy, gap, ms, memory in (("stock", 0.0, 100.0, 1000.0), ("hg", -0.05, 104.0, 1010.0)):
+            losses = shared + gap + generator.normal(0, 0.002)
+            write_log(tmp_path / f"{strategy}{seed}.log", strategy, seed, losses.round(6), ms, memory)
+
+
+def test_the_command_of_the_documentation_writes_all_that_it_is_asked_for(tmp_path, six_logs, capsys):
+    pytest.importorskip("matplotlib")
+    [command] = re.findall(r"^scalevec compare .*$", DOCUMENTATION, re.MULTILINE)
+    assert main([*shlex.split(command)[1:], "--title", "<Mine> & yours"]) == 0
+    shown = capsys.readouterr().out
+    assert "hg ended below stock, by 0.0" in shown and "104 ms (x 1.04)" in shown and "GiB (x 1.01)" in shown
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    [row] = [row for row in figures["rows"] if row["label"] == "hg"]
+    assert row["gap"]["mean"] == pytest.approx(-0.05, abs=0.005) and row["token_ratio"]["mean"] > 1
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;Mine&gt; &amp; yours" in page and "hg ended below stock" in page
+    assert not re.search(r"(src|href)=[\"'](?!data:)", page), "the page needs another file"
+    [encoded] = re.findall(r"data:image/png;base64,([^\"]+)", page)
+    assert base64.b64decode(encoded) == (tmp_path / "loss.png").read_bytes()
+
+
+def test_labels_and_paths_may_hold_equals_signs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_log(tmp_path / "lr=1.log", "stock", 1, [4.0, 3.0])
+    write_log(tmp_path / "lr=2.log", "stock", 1, [4.0, 2.5])
+    assert main(["compare", "lr=1.log", "dp+reparam=unit=lr=2.log"]) == 0
+    assert "dp+reparam=unit ended 0.5000 below stock" in capsys.readouterr().out
+    assert main(["compare", "lr=1.log", "new=absent.log"]) == 2
+    assert "absent.log does not exist" in capsys.readouterr().err
+
+
+def test_the_python_of_the_documentation_runs(tmp_path, six_logs):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "stock1.log").rename("stock.log")
+    (tmp_path / "hg1.log").rename("hg.log")
+    [code] = re.findall(r"```python\n(.*?)```", DOCUMENTATION, re.DOTALL)
+    exec(code, {})
+    assert (tmp_path / "loss.png").is_file() and (tmp_path / "page.html").is_file()
+
+
+def test_pictures_of_runs_that_differ_in_everything(tmp_path):
+    pytest.importorskip("matplotlib")
+    short = synthetic("short", None, curve(TOKENS[:50]), tokens=None, step_time_ms=3.0)
+    long = synthetic("long", 1, curve(TOKENS), validation=((10, 4.0),), final_validation=2.0)
+    comparison = compare([short, long], "long")
+    assert comparison.by == "training"
+    assert any("of unequal training" in note for note in comparison.notes)
+    render(comparison, png=tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 10_000

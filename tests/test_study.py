@@ -1,0 +1,472 @@
+"""The study: its options, its plan, going on after a kill, and its report."""
+
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_demo import LOG
+
+from megatron_scalevec import study
+from megatron_scalevec.compare import read_runs
+from megatron_scalevec.demo.runs import Machine, RunFailed, carry_out
+from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.study.arms import read_arm
+from megatron_scalevec.study.display import StudyDisplay, clock, remaining_steps, seconds_left
+from megatron_scalevec.study.options import Options, parse
+from megatron_scalevec.study.plan import Job, cells, tuning_of, unplanned_runs, wanted
+from megatron_scalevec.study.report import make_report, markdown, write_study_report
+from megatron_scalevec.study.running import JobQueue, run_of
+from megatron_scalevec.study.store import Store
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = {"source": "a book", "training_bytes": 1000, "validation_bytes": 100, "sha256": "0" * 64}
+VERSIONS = {"torch": "0"}
+
+
+# --- options ----------------------------------------------------------------------------------------
+
+
+def test_arms():
+    arm = read_arm("unified+branches-off=v/up+reparam=unit")
+    assert (arm.label, arm.strategy) == ("unified+branches-off=v/up+reparam=unit", "unified")
+    assert arm.flags() == {"scalevec-branches-off": "v,up", "scalevec-reparam": "unit"}
+
+
+def test_defaults_have_the_baseline_first_and_an_arm_without_the_v_norm():
+    options = parse(["--arms", "hg,stock,hg"])
+    assert [arm.label for arm in options.arms] == ["stock", "hg"]
+    options = parse([])
+    assert {"stock", "unified", "unified-foldable", "unified+branches-off=v"} <= {
+        a.label for a in options.arms
+    }
+    assert options.tuning_seed not in options.seeds and len(options.seeds) == 3
+    assert Options.from_record(options.record(), options.out) == options
+
+
+def test_rates():
+    options = parse(["--optimizers", "adam,muon", "--rates", "2e-3,1e-3", "muon=5e-3"])
+    assert options.rates == {"adam": (1e-3, 2e-3), "muon": (5e-3,)}
+
+
+BAD = [
+    (["--arms", "hgg"], "Did you mean 'hg'"),
+    (["--arms", "unified+speed=2"], "is no change of a strategy"),
+    (["--arms", "stock+reparam=unit"], "needs a strategy to change"),
+    (["--optimizers", "adamw"], "--optimizers 'adamw'"),
+    (["--optimizers", ","], "--optimizers is empty"),
+    (["--rates", "fast"], "--rates fast"),
+    (["--rates", "0"], "--rates 0"),
+    (["--rates", "sgd=1"], "'sgd' is none of"),
+    (["--tuning-seed", "1235"], "one of --seeds"),
+    (["--tuning-steps", "0"], "--tuning-steps 0"),
+    (["--widen", "-1"], "--widen -1"),
+    (["--seeds", "none"], "--seeds"),
+    (["--text", "absent.txt"], "absent.txt cannot be read"),
+    (["--out", "mine"], "holds no study"),
+    (["--out", "other"], "no description of a study"),
+    (["--report-only"], "holds no study"),
+    (["--steps", "20", "--out", "mine", "--report-only"], "holds no study"),
+]
+
+
+@pytest.mark.needs_training
+@pytest.mark.parametrize("argv, message", BAD, ids=[" ".join(argv) for argv, _ in BAD])
+def test_bad_input_creates_nothing(tmp_path, monkeypatch, argv, message):
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("mine/thesis.tex").touch()
+    Path("other").mkdir()
+    Path("other/study.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ScaleVecError) as raised:
+        study.main(argv)
+    assert message in str(raised.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# --- the plan ---------------------------------------------------------------------------------------
+
+
+def small(*argv):
+    return parse(["--arms", "hg", "--seeds", "2", "--rates", "1e-3,2e-3,4e-3", "--widen", "1", *argv])
+
+
+def losses_at(options, arm, **losses):
+    """Finished tuning runs of an arm: ``lr0_001=2.5``."""
+    [cell] = [cell for cell in cells(options) if cell.arm.label == arm]
+    rates = {float(name[2:].replace("_", ".")): loss for name, loss in losses.items()}
+    return {
+        Job("tune", cell, rate, options.tuning_seed, options.tuning_steps).name: loss
+        for rate, loss in rates.items()
+    }
+
+
+def test_the_rate_is_tuned_first_and_then_every_seed_takes_the_best():
+    options = small()
+    assert [job.stage for job in wanted(options, {})] == ["tune"] * 6 and unplanned_runs(options, {}) == 4
+    finished = losses_at(options, "stock", lr0_001=2.5, lr0_002=2.4, lr0_004=2.6)
+    jobs = wanted(options, finished)
+    assert [(job.cell.arm.label, job.rate) for job in jobs if job.stage == "final"] == [("stock", 2e-3)] * 2
+    assert unplanned_runs(options, finished) == 2
+    finished |= losses_at(options, "hg", lr0_001=2.5, lr0_002=math.nan, lr0_004=2.4, lr0_008=2.45)
+    jobs = wanted(options, finished)
+    # Seed by seed, so that a study that is cut has compared what it has done.
+    assert [(job.cell.arm.label, job.rate, job.seed) for job in jobs] == [
+        ("stock", 2e-3, 1234),
+        ("hg", 4e-3, 1234),
+        ("stock", 2e-3, 1235),
+        ("hg", 4e-3, 1235),
+    ]
+    finished |= {job.name: 2.0 for job in jobs}
+    assert wanted(options, finished) == [] and unplanned_runs(options, finished) == 0
+
+
+def test_the_grid_is_widened_where_the_best_rate_is_at_its_edge():
+    options = small()
+    cell = cells(options)[0]
+    state = tuning_of(cell, options, losses_at(options, "stock", lr0_001=2.4, lr0_002=2.5, lr0_004=2.6))
+    assert state.chosen is None and [rate for rate, loss in state.losses if loss is None] == [5e-4]
+    done = losses_at(options, "stock", lr0_0005=2.3, lr0_001=2.4, lr0_002=2.5, lr0_004=2.6)
+    state = tuning_of(cell, options, done)
+    assert state.chosen == 5e-4 and state.at_edge, "no further than --widen, and it is said"
+    done = losses_at(options, "stock", lr0_0005=2.45, lr0_001=2.4, lr0_002=2.5, lr0_004=2.6)
+    assert tuning_of(cell, options, done).chosen == 1e-3 and not tuning_of(cell, options, done).at_edge
+
+
+def test_an_arm_of_which_everything_diverges_is_given_up():
+    options = small()
+    nan = math.nan
+    finished = losses_at(options, "stock", lr0_0005=nan, lr0_001=nan, lr0_002=nan, lr0_004=nan)
+    state = tuning_of(cells(options)[0], options, finished)
+    assert state.failed and state.chosen is None
+    assert all(job.cell.arm.label == "hg" for job in wanted(options, finished))
+    assert unplanned_runs(options, finished) == 2
+
+
+def test_a_single_rate_is_not_tuned():
+    options = small("--rates", "3e-3")
+    assert [(job.stage, job.rate) for job in wanted(options, {})] == [("final", 3e-3)] * 4
+
+
+def test_runs_go_on_from_their_checkpoints_and_differ_in_their_arm_alone(tmp_path):
+    options = parse(["--arms", "unified+branches-off=v", "--rates", "3e-3", "--optimizers", "muon"])
+    jobs = [job for job in wanted(options, {}) if job.seed == 1234]
+    stock, other = (run_of(job, options, Store(tmp_path), "9,1,0").command for job in jobs)
+    for flag, value in (("--optimizer", "muon"), ("--lr", "0.003"), ("--scalevec-branches-off", "v")):
+        assert other[other.index(flag) + 1] == value
+    assert other[other.index("--load") + 1] == other[other.index("--save") + 1]
+    names = [job.name for job in jobs]
+    differing = {a.replace(names[1], names[0]) for a in other} - set(stock)
+    assert all("audit" in part or part in ("unified", "--scalevec-branches-off", "v") for part in differing)
+
+
+# --- carrying it out --------------------------------------------------------------------------------
+
+
+def opened(folder, options):
+    store = Store(folder)
+    store.open(options, TEXT, VERSIONS)
+    store.save_description(options, text=TEXT, versions=VERSIONS, machine={})
+    return store
+
+
+class FakeQueue(JobQueue):
+    """Runs that print a log, or ``log`` and exit code of their own by name."""
+
+    special: dict = {}
+
+    def next(self):
+        run = super().next()
+        if run is None:
+            return None
+        log, code = self.special.get(run.name, (LOG, 0))
+        run.command = [sys.executable, "-c", f"print({log!r}); raise SystemExit({code})"]
+        run.audit.write_text('{"parameters_added": 5}')
+        return run
+
+
+def carried_out(queue, display=None):
+    from megatron_scalevec.demo.display import Display
+
+    carry_out(queue, Machine(cores=2, gpus=(), jobs=2, threads=1), display or Display())
+
+
+def test_a_study_is_carried_out_and_a_diverged_run_has_its_place(tmp_path):
+    options = small("--rates", "3e-3")
+    store = opened(tmp_path / "study", options)
+    queue = FakeQueue(options, store, "9,1,0")
+    diverged = "ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 0"
+    name = "final-adam-hg-lr0.003-seed1235"
+    queue.special = {name: (diverged, 1)}
+    console = Console(width=200, file=open(os.devnull, "w"), record=True)
+    display = StudyDisplay(console, queue)
+    queue.on_result = display.result
+    carried_out(queue, display)
+    results = store.results()
+    assert len(results) == 4 and results[name]["final_validation_loss"] is None
+    assert results["final-adam-stock-lr0.003-seed1234"]["final_validation_loss"] == 4.815117
+    assert not any((tmp_path / "study" / "work").iterdir()), "checkpoints of runs that have ended"
+    shown = console.export_text()
+    assert f"{name}: diverged" in shown and "[4 of 4 runs, 0:00:00 left]" in shown
+    assert re.search(r"\[1 of 4 runs, \d:\d\d:\d\d left\]", shown)
+
+
+def test_a_failure_stops_the_study_and_keeps_what_is_done(tmp_path):
+    options = small("--rates", "3e-3")
+    store = opened(tmp_path / "study", options)
+    queue = FakeQueue(options, store, "9,1,0")
+    name = "final-adam-stock-lr0.003-seed1235"
+    queue.special = {name: ("RuntimeError: disk full", 1)}
+    with pytest.raises(RunFailed, match="exit code 1"):
+        carried_out(queue)
+    assert name not in store.results() and store.work(name).is_dir()
+    queue = FakeQueue(options, store, "9,1,0")
+    carried_out(queue)
+    assert len(store.results()) == 4
+
+
+def test_time_left():
+    assert seconds_left(100, 50.0, 300) == 150.0 and seconds_left(0, 50.0, 300) is None
+    assert clock(3723.4) == "1:02:03" and clock(-1) == "0:00:00"
+
+
+def test_steps_left_count_runs_under_way_and_runs_not_planned_yet(tmp_path):
+    options = small()
+    queue = JobQueue(options, opened(tmp_path / "study", options), "9,1,0")
+    runs, steps = remaining_steps(queue)
+    assert (runs, steps) == (6 + 4, 6 * options.tuning_steps + 4 * options.steps)
+    queue.next().reader.step = 30
+    assert remaining_steps(queue) == (runs, steps - 30)
+
+
+def test_a_study_with_other_settings_is_not_gone_on_with(tmp_path):
+    store = opened(tmp_path / "study", small())
+    store.open(small("--seeds", "5", "--arms", "hg,dp"), TEXT, VERSIONS)  # more of the same
+    with pytest.raises(ScaleVecError, match="--steps was 400, is 500"):
+        store.open(small("--steps", "500"), TEXT, VERSIONS)
+    with pytest.raises(ScaleVecError, match="sha256 was 0"):
+        store.open(small(), {**TEXT, "sha256": "1" * 64}, VERSIONS)
+    with pytest.raises(ScaleVecError, match="torch was 0, is 1"):
+        store.open(small(), TEXT, {"torch": "1"})
+
+
+def test_two_studies_do_not_write_into_one_folder(tmp_path):
+    store = opened(tmp_path / "study", small())
+    with store.owned() as descriptor:
+        with pytest.raises(ScaleVecError, match="in use by another study"), store.owned():
+            pass
+        holder = subprocess.Popen(["sleep", "60"], pass_fds=(descriptor,))
+    with pytest.raises(ScaleVecError, match="or by a run of one"), store.owned():
+        pass
+    holder.kill()
+    holder.wait()
+    with store.owned():
+        pass
+
+
+ITERATION_LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ \|")
+LOADED = re.compile(r"successfully loaded checkpoint .*at iteration\s+(\d+)")
+
+
+@pytest.mark.needs_training
+def test_a_killed_study_goes_on_and_ends_with_the_same_report(tmp_path):
+    """SIGKILL, as from a machine that runs out of memory: no handler runs, and no run of it may live on."""
+    pytest.importorskip("matplotlib")
+    interval = 8
+    argv = (
+        f"--arms hg --rates 4e-3 --seeds 1 --steps 48 --save-interval {interval} --layers 1 --hidden-size 64"
+    )
+    argv = [*argv.split(), "--seq-length", "32", "--batch-size", "4", "--text-bytes", "200000", "--jobs", "2"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert study.main([*argv, "--out", str(whole)]) == 0
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_scalevec", "study", *argv, "--out", str(killed)],
+        env={**os.environ, "PYTHONPATH": str(Path(study.__file__).parents[2])},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    while not list(killed.glob("work/*/checkpoints/latest_checkpointed_iteration.txt")):
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 60
+    while True:  # the kernel takes the runs with it; they hold the folder until then
+        try:
+            with Store(killed).owned():
+                break
+        except ScaleVecError:
+            assert time.monotonic() < deadline, "a run has outlived the study"
+            time.sleep(0.05)
+    done = {path.stem: path.stat().st_mtime_ns for path in (killed / "results").iterdir()}
+    before = {path.stem: path.stat().st_size for path in (killed / "logs").iterdir()}
+
+    assert study.main([*argv, "--out", str(killed)]) == 0
+    assert all((killed / "results" / f"{n}.json").stat().st_mtime_ns == t for n, t in done.items())
+    resumed = 0
+    for path in (killed / "logs").iterdir():
+        text = path.read_bytes()
+        first, second = (part.decode() for part in (text[: before[path.stem]], text[before[path.stem] :]))
+        reached = max(map(int, ITERATION_LINE.findall(first)), default=0)
+        if path.stem in done:
+            assert not second
+        elif found := LOADED.findall(second):
+            resumed += 1
+            assert reached - int(found[0]) <= interval
+            assert int(ITERATION_LINE.findall(second)[0]) == int(found[0]) + 1
+        else:
+            assert reached <= interval, "it began anew in spite of a checkpoint"
+    assert resumed, "nothing was under way when it was killed"
+    reports = [json.loads((folder / "report.json").read_text()) for folder in (whole, killed)]
+    assert reports[0] == reports[1] and reports[0]["complete"]
+    assert (killed / "loss-adam.png").is_file()
+    assert [run.label for run in read_runs(killed)] == ["stock", "hg"]
+
+
+# --- the report -------------------------------------------------------------------------------------
+
+
+def result(store, job, loss, parameters_added=0):
+    store.add(
+        {
+            "name": job.name,
+            "stage": job.stage,
+            "optimizer": job.cell.optimizer,
+            "arm": job.cell.arm.label,
+            "learning_rate": job.rate,
+            "seed": job.seed,
+            "steps": job.steps,
+            "final_validation_loss": loss,
+            "step_time_ms": 10.0 if job.cell.arm.label == "stock" else 11.0,
+            "parameters_logged": 1_000_000,
+            "parameters_added": parameters_added,
+            "training": [] if loss is None else [[s, loss + 3 / s] for s in range(1, job.steps + 1)],
+        }
+    )
+
+
+def fill(store, options, losses):
+    """Results of all runs that are wanted; ``losses`` gives those of the seeds by arm, ``...`` "
+    "leaves one out."""
+    while jobs := wanted(options, store.losses()):
+        if jobs[0].stage == "tune":
+            for job in jobs:
+                result(store, job, 2.0 + abs(math.log2(job.rate / 2e-3)))
+            continue
+        for job in jobs:
+            loss = losses[job.cell.arm.label][options.seeds.index(job.seed)]
+            if loss is not ...:
+                result(store, job, loss, parameters_added=7 * (job.cell.arm.label != "stock"))
+        return
+
+
+def test_report(tmp_path):
+    pytest.importorskip("matplotlib")
+    options = parse(
+        ["--arms", "hg,unified,unified+branches-off=v", "--rates", "1e-3,2e-3,4e-3", "--steps", "60"]
+    )
+    store = opened(tmp_path / "study", options)
+    shared = (2.0, 2.1, 2.2)
+    gaps = {
+        "stock": (0.0, 0.0, 0.0),
+        "hg": (-0.05, -0.051, -0.049),
+        "unified": (0.05, 0.051, 0.049),
+        "unified+branches-off=v": (0.1, -0.2, 0.03),
+    }
+    fill(store, options, {arm: [a + b for a, b in zip(shared, gap)] for arm, gap in gaps.items()})
+    report = write_study_report(store)
+    entries = {entry["arm"]: entry for entry in report["cells"]}
+    assert report["complete"] and entries["hg"]["gap"]["mean"] == pytest.approx(-0.05)
+    assert entries["hg"]["learning_rate"] == 2e-3 and entries["hg"]["gap"]["paired"]
+    assert entries["hg"]["verdict"].startswith("hg ended below stock, by 0.0475 to 0.0525")
+    assert entries["unified"]["verdict"].startswith("unified ended above stock")
+    assert "no difference from stock is shown" in entries["unified+branches-off=v"]["verdict"]
+    page = (tmp_path / "study" / "report.md").read_text()
+    for text in (
+        "All runs have ended.",
+        "a book, 1,000 bytes to train on",
+        "| `hg` | 0.002 | 2.0500 [",
+        "| `stock` | 3.0000 | **2.0000** | 3.0000 |",
+        "| `hg` | 1.9500 | 2.0490 | 2.1510 |",
+        "Each of the 3 intervals",
+        "unified has a norm on v",
+        "Without it: unified+branches-off=v.",
+        "](loss-adam.png)",
+    ):
+        assert text in page, text
+    assert "lowest or highest" not in page
+
+
+def test_report_of_a_study_that_is_not_complete(tmp_path):
+    options = parse(["--arms", "hg,dp,iwd", "--rates", "1e-3,2e-3,4e-3", "--steps", "60"])
+    store = opened(tmp_path / "study", options)
+    losses = {"stock": (2.0, 2.1, ...), "hg": (1.9, 2.0, 2.1), "dp": (1.9, None, ...), "iwd": (..., ..., ...)}
+    fill(store, options, losses)
+    report = make_report(store)
+    said = {entry["arm"]: entry["verdict"] for entry in report["cells"]}
+    assert not report["complete"] and report["runs"] == {"wanted": 12, "missing": 5, "diverged": 1}
+    assert said["hg"].endswith("Not complete: 1 of the 6 runs that this compares are missing.")
+    assert (
+        "with one seed, which says nothing about chance. Runs of dp or stock that diverged: 1." in said["dp"]
+    )
+    assert said["iwd"].startswith("iwd: nothing can be said")
+    page = markdown(report, {})
+    assert "**Not complete: 5 of 12 runs are missing.**" in page
+    assert (
+        "| `dp` | 1.9000 | diverged | missing |" in page and "| `iwd` | missing | missing | missing |" in page
+    )
+    assert isinstance(read_runs(tmp_path / "study")[0].label, str)
+
+
+def test_report_before_anything_has_ended(tmp_path):
+    options = parse(["--optimizers", "adam,muon", "--rates", "1e-3,2e-3"])
+    store = opened(tmp_path / "study", options)
+    report = write_study_report(store)
+    assert report["runs"]["missing"] == report["runs"]["wanted"] == 30
+    with pytest.raises(ScaleVecError, match="no finished run"):
+        read_runs(tmp_path / "study")
+
+
+def test_report_names_rates_at_the_edge(tmp_path):
+    options = parse(["--arms", "hg", "--rates", "2e-3,4e-3", "--steps", "60", "--widen", "0"])
+    store = opened(tmp_path / "study", options)
+    fill(store, options, {"stock": (2.0, 2.1, 2.2), "hg": (2.0, 2.1, 2.2)})
+    assert "stock, hg was the lowest or highest that was tried" in make_report(store)["notes"][0]
+
+
+def test_the_command_of_the_documentation_is_understood():
+    page = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
+    [command] = re.findall(r"^scalevec study .*$", page, re.MULTILINE)
+    options = parse(shlex.split(command)[2:])
+    assert len(options.arms) == 5 and options.rates == {"adam": (1e-3, 2e-3, 4e-3)}
+
+
+def test_the_page_in_the_documentation_is_what_its_figures_say():
+    """Committed are the figures and the page that is made from them, so that nobody edits one alone."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        from study_page import command, page
+    finally:
+        sys.path.pop(0)
+    studies = json.loads((ROOT / "docs" / "study.json").read_text(encoding="utf-8"))["studies"]
+    assert (ROOT / "docs" / "study.md").read_text(encoding="utf-8") == page(studies)
+    for report in studies:
+        options = parse(shlex.split(command(report))[2:])
+        assert options.record() == report["options"], "the command on the page makes another study"
+
+
+def test_runs_are_named_apart():
+    options = parse(["--optimizers", "adam,muon"])
+    jobs = wanted(options, {})
+    assert len({job.name for job in jobs}) == len(jobs) == 30
+    assert all("/" not in job.name for job in jobs)
