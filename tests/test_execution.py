@@ -262,3 +262,58 @@ def test_a_dropped_reduction_shows(ranks, sizes):
     )[0]
     assert max(errors["vectors"] for errors in result["optimizer"]["check"]) > 1e-2
     assert _differences(result)["vectors"] > 1e-3
+
+
+# --- checkpoints --------------------------------------------------------------------------------------
+
+# What the distributed optimizer calls the formats of its state; and the plain mixed-precision optimizer.
+FORMS = ("fully_reshardable", "dp_reshardable", "plain")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["dp2", "tp2"])
+def loaded(request, ranks, tmp_path_factory):
+    """Every form saved in each mode, on two ranks."""
+    keys = [(written_by, form) for written_by in ("autograd", "optimizer") for form in FORMS]
+    # The final norm is left alone, so that a stock model can load the model's part.
+    config = {"strategy": "unified-foldable", "reparam": "unit", "sites": "attention,mlp"}
+    cases = [
+        {"config": config, "model": SMALL, "written_by": written_by, "form": form}
+        for written_by, form in keys
+    ]
+    folder = tmp_path_factory.mktemp("modes")
+    sizes = {"tensor_model_parallel_size": request.param}
+    return dict(zip(keys, ranks.run("load_in_both_modes", 2, folder=str(folder), cases=cases, **sizes)[0]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("written_by", ["autograd", "optimizer"])
+def test_a_checkpoint_goes_on_in_either_mode(loaded, written_by, form):
+    """With float32 live weights beside float32 masters: no rounding hides an error."""
+    result = loaded[written_by, form]
+    assert result[written_by] == result["whole"][2:]
+    for mode in ("autograd", "optimizer"):
+        np.testing.assert_allclose(result[mode], result["whole"][2:], rtol=1e-6)
+    assert result["live"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stock_model_gets_no_raw_masters(loaded, form):
+    """At any strictness: several values pass over keys that are missing."""
+    for strictness, found in loaded["optimizer", form]["stock"].items():
+        assert found != "loaded", strictness
+        if strictness != "raise_all":
+            assert "Global shape mismatch" in found and "optimizer." in found, (strictness, found)
+    assert loaded["optimizer", form]["model"] < 1e-6
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_load_between_steps(ranks, tmp_path, form):
+    [found] = ranks.run("load_between_steps", folder=str(tmp_path / "saved"), form=form)
+    assert found["again"] == found["whole"][2:]
+    assert "is not what the optimizer's master and the scale vectors come to" in found["alone"]
+
+
+@pytest.mark.parametrize("reparam", ["none", "product", "unit"])
+def test_by_autograd_a_start_without_masters_never_freezes_a_channel(ranks, tmp_path, reparam):
+    [found] = ranks.run("revive_by_autograd", folder=str(tmp_path / "saved"), reparam=reparam)
+    assert found == dict.fromkeys(("function_kept", "weights_at_zero", "learns"), True)

@@ -134,6 +134,7 @@ def test_a_model_folds_in_place(ranks):
         {"kind": "gpt2", "config": {"strategy": "dp", "reparam": "unit", "sites": "attention,mlp,head"}},
         {"kind": "llama", "config": {"strategy": "hg"}, "dtype": "bfloat16"},
         {"kind": "llama", "config": {"strategy": "or"}, "overrides": ZERO_CENTERED},
+        {"kind": "llama", "config": {"strategy": "unified-foldable", "execution": "optimizer"}},
         {"kind": "mla", "config": {"strategy": "dp", "reparam": "unit"}},
         {"kind": "mla", "config": {"strategy": "or"}},
         {"kind": "qk-norm", "config": {"strategy": "unified"}},

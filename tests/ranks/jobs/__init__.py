@@ -11,6 +11,7 @@ from ranks.jobs.installing import *  # noqa: F403
 from ranks.jobs.killing import *  # noqa: F403
 from ranks.jobs.layouts import *  # noqa: F403
 from ranks.jobs.leaving import *  # noqa: F403
+from ranks.jobs.loading import *  # noqa: F403
 from ranks.jobs.measuring import *  # noqa: F403
 from ranks.jobs.mixed_layers import *  # noqa: F403
 from ranks.jobs.optimizers import *  # noqa: F403

@@ -121,7 +121,7 @@ def _build(
     sequence_parallel: bool,
     sizes: dict[str, int],
     *,
-    config: dict[str, Any],
+    config: dict[str, Any] | None,
     precision: str = "exact",
     distributed: bool = True,
     overlap: bool = False,
@@ -129,7 +129,7 @@ def _build(
     optimizer: str = "adam",
     **model: Any,
 ):
-    """(the model's chunks, the same wrapped for data parallelism, optimizer)"""
+    """(the model's chunks, the same wrapped for data parallelism, optimizer); stock without ``config``."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -144,7 +144,7 @@ def _build(
     from megatron_scalevec.execution.folds import fold_live_weights
 
     tp = parallel_state.get_tensor_model_parallel_rank(), sizes.get("tensor_model_parallel_size", 1)
-    strategy = ScaleVecConfig(**config, execution=mode)
+    strategy = ScaleVecConfig() if config is None else ScaleVecConfig(**config, execution=mode)
     gather = overlap and distributed
     chunks, wrapped = [], []
     for stage in range(sizes.get("virtual_pipeline_model_parallel_size", 1)):
@@ -482,11 +482,16 @@ def _live_is_folded(engine) -> bool:
     return True
 
 
-def train_unrounded(argv: list[str]) -> dict[str, Any]:
-    """A whole bf16 run in which nothing is rounded: live weights and masters are float32, both exist."""
+def train_unrounded(argv: list[str], by_name: bool = True) -> dict[str, Any]:
+    """A whole bf16 run in which nothing is rounded: live weights and masters are float32, both exist.
+
+    Arguments and result are those of ``train``.
+    """
     from ranks.jobs.training import train
 
     masters = _separate_masters()
+    # Made when it is first needed, to read a checkpoint, and by then bfloat16 is another.
+    torch.storage._dtype_to_storage_type_map(), torch.storage._storage_type_to_dtype_map()
     torch.bfloat16 = torch.float32
     torch.Tensor.bfloat16 = torch.nn.Module.bfloat16 = lambda self: self
 
@@ -500,4 +505,4 @@ def train_unrounded(argv: list[str]) -> dict[str, Any]:
             return original(*args, **kwargs)
 
     optimizer.get_megatron_optimizer = training.get_megatron_optimizer = get_megatron_optimizer
-    return train(argv)
+    return train(argv, by_name=by_name)

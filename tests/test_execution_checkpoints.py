@@ -1,0 +1,238 @@
+"""Checkpoints of runs that fold inside the optimizer: resume, the other mode, the tools, stock Megatron."""
+
+import numpy as np
+import pytest
+import torch
+from ranks.arguments import LAYOUTS, tiny_gpt
+from ranks.pool import RankFailure
+from reference import effective_weight, product
+from safetensors.torch import load_file
+
+from megatron_scalevec.checkpoint.store import CheckpointReader
+
+pytestmark = pytest.mark.needs_training
+
+DISTRIBUTED = ["--use-distributed-optimizer"]
+FORMATS = {
+    "reshardable": [*DISTRIBUTED, "--dist-ckpt-optim-fully-reshardable"],
+    "default": DISTRIBUTED,
+    "plain": [],
+}
+IN_OPTIMIZER = ["--scalevec-execution", "optimizer"]
+BY_AUTOGRAD = ["--scalevec-execution", "autograd"]
+
+
+def _argv(layout, form, *flags):
+    return tiny_gpt("llama", "--bf16", *LAYOUTS[layout][1], *FORMATS[form], *flags)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    """Runs of ten steps with a checkpoint at the fifth, made when they are first asked for."""
+    runs = {}
+
+    def get(layout, form, *flags, job="train"):
+        key = layout, form, flags, job
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("run")
+            save = ["--save", str(folder), "--save-interval", "5"]
+            runs[key] = folder, ranks.run(job, LAYOUTS[layout][0], argv=[*_argv(layout, form, *flags), *save])
+        return runs[key]
+
+    return get
+
+
+def _resume(ranks, folder, layout, form, *flags, job="train", **options):
+    argv = [*_argv(layout, form, *flags), "--load", str(folder), "--ckpt-step", "5"]
+    return ranks.run(job, LAYOUTS[layout][0], argv=argv, by_name=False, **options)
+
+
+def _assert_continues(run, whole):
+    """The last five of ten steps; limits as for the other mode (``test_resume``)."""
+    np.testing.assert_allclose(run["losses"], whole["losses"][5:], rtol=1e-6)
+    np.testing.assert_allclose(run["grad_norms"], whole["grad_norms"][5:], rtol=1e-5)
+    for name in run["vectors"].keys() & whole["vectors"].keys():
+        atol = 5e-5 if name.endswith("_beta") else 5e-6
+        np.testing.assert_allclose(
+            run["vectors"][name], whole["vectors"][name], rtol=0, atol=atol, err_msg=name
+        )
+
+
+# --- resume -------------------------------------------------------------------------------------------
+
+DP = ("--scalevec-strategy", "dp", *IN_OPTIMIZER)  # nothing of it is left in the forward pass
+UNIFIED = ("--scalevec-strategy", "unified", *IN_OPTIMIZER)
+PRODUCT = ("--scalevec-strategy", "unified-foldable", *IN_OPTIMIZER)
+UNIT = ("--scalevec-strategy", "unified-foldable", "--scalevec-reparam", "unit", *IN_OPTIMIZER)
+
+
+@pytest.mark.parametrize(
+    ("layout", "form", "flags"),
+    [
+        ("tp2-sp", "reshardable", UNIFIED),
+        ("dp2-distopt", "default", DP),
+        ("pp2-vpp", "plain", UNIT),
+    ],
+    ids=["reshardable", "default", "plain"],
+)
+def test_five_and_five_steps_are_ten(ranks, saved, layout, form, flags):
+    """Bit for bit in the same layout: losses, norms of gradients, vectors, moments."""
+    folder, whole = saved(layout, form, *flags)
+    resumed = _resume(ranks, folder, layout, form, *flags)
+    for first, second in zip(whole, resumed):
+        assert second["audit"]["execution"] == "optimizer"
+        assert len(second["losses"]) in (0, 5)
+        assert second["losses"] == first["losses"][5:]
+        assert second["grad_norms"] == first["grad_norms"][5:]
+        for name, vector in first["vectors"].items():
+            np.testing.assert_array_equal(second["vectors"][name], vector, err_msg=name)
+        assert second["moments"] == first["moments"]
+    assert any(run["moments"] for run in whole) and whole[-1]["losses"]
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        ("llama", ["--optimizer", "muon"]),
+        ("deepseek-v3", ["--expert-model-parallel-size", "2", "--scalevec-experts", "shared"]),
+    ],
+    ids=["layer-wise", "deepseek-v3"],
+)
+def test_five_and_five_steps_of_several_optimizers_are_ten(ranks, tmp_path, model, arguments):
+    """Where weights and vectors have different optimizers; losses, norms, vectors and moments, bit by bit."""
+    argv = tiny_gpt(
+        model, "--bf16", *DISTRIBUTED, *arguments, "--scalevec-strategy", "unified", *IN_OPTIMIZER
+    )
+    whole = ranks.run("train", 2, argv=[*argv, "--save", str(tmp_path), "--save-interval", "5"])
+    resumed = ranks.run("train", 2, argv=[*argv, "--load", str(tmp_path), "--ckpt-step", "5"], by_name=False)
+    for first, second in zip(whole, resumed):
+        assert len(first["losses"]) == 10 and first["audit"]["execution"] == "optimizer"
+        assert second["losses"] == first["losses"][5:]
+        assert second["grad_norms"] == first["grad_norms"][5:]
+        assert second["moments"] == first["moments"] and first["moments"]
+        for name, vector in first["vectors"].items():
+            np.testing.assert_array_equal(second["vectors"][name], vector, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", ["serial", "pp2", "cp2", "dp2-distopt"])
+def test_resuming_in_another_layout(ranks, saved, layout):
+    """Without rounding of the live weights, which would hide an error."""
+    folder, whole = saved("tp2-sp", "reshardable", *UNIFIED, job="train_unrounded")
+    run = _resume(ranks, folder, layout, "reshardable", *UNIFIED, job="train_unrounded")[-1]
+    assert run["audit"]["execution"] == "optimizer" and len(run["losses"]) == 5
+    _assert_continues(run, whole[-1])
+
+
+def test_resuming_without_the_optimizer_keeps_the_function(ranks, saved):
+    """W is what the live weight and the vectors say; the next iteration's loss is the same, bit by bit."""
+    folder, whole = saved("dp2-distopt", "default", *DP)
+    run = _resume(ranks, folder, "dp2-distopt", "default", *DP, "--no-load-optim")[-1]
+    assert run["losses"][0] == whole[-1]["losses"][5]
+    assert run["losses"] != whole[-1]["losses"][5:]
+
+
+# --- the other mode -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("written_by", ["autograd", "optimizer"])
+def test_a_run_of_the_other_mode_goes_on(ranks, saved, written_by):
+    """In another layout, with the optimizer's state and without it."""
+    modes = {"autograd": BY_AUTOGRAD, "optimizer": IN_OPTIMIZER}
+    strategy = ("--scalevec-strategy", "unified")
+    folder, whole = saved("tp2-sp", "reshardable", *strategy, *modes.pop(written_by), job="train_unrounded")
+    [(own, flags)] = modes.items()
+    flags = (*strategy, *flags)
+    run = _resume(ranks, folder, "pp2", "reshardable", *flags, job="train_unrounded")[-1]
+    assert run["audit"]["execution"] == own and len(run["losses"]) == 5
+    _assert_continues(run, whole[-1])
+    flags = (*flags, "--no-load-optim")
+    run = _resume(ranks, folder, "pp2", "reshardable", *flags, job="train_unrounded")[-1]
+    np.testing.assert_allclose(run["losses"][0], whole[-1]["losses"][5], rtol=1e-6)
+    assert abs(run["losses"][-1] / whole[-1]["losses"][-1] - 1) > 1e-5  # the comparisons can fail
+
+
+# --- the tools ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folded(ranks, saved, tmp_path_factory):
+    """A run's checkpoint and what ``scalevec fold`` makes of it, checked by the tool."""
+    folder, whole = saved("tp2", "reshardable", *PRODUCT)
+    out = tmp_path_factory.mktemp("folded") / "out"
+    ranks.run("scalevec", arguments=["fold", str(folder), str(out), "--ckpt-step", "5"])
+    return folder, out, whole[-1]
+
+
+def test_folding_keeps_the_weights_and_folds_the_masters(folded):
+    """Weights bit by bit; and they are the folded masters, cast."""
+    folder, out, _ = folded
+    before, after = CheckpointReader(folder, 5), CheckpointReader(out)
+    assert not [key for key in after.tensors if "gamma" in key or "scalevec" in key]
+    fc1 = "decoder.layers.mlp.linear_fc1."
+    masters = "optimizer.state.param."
+
+    def gamma(side, branch):
+        parts = (before.read(f"{masters}{fc1}gamma_{side}_{branch}_{part}") for part in ("alpha", "beta"))
+        return product(*(part.double() for part in parts))
+
+    raw = before.read(f"{masters}{fc1}weight").double()
+    expected = torch.cat(
+        [
+            torch.stack(
+                [effective_weight(w, gamma("in", b)[n], gamma("out", b)[n]) for n, w in enumerate(half)]
+            )
+            for b, half in zip(("gate", "up"), raw.chunk(2, dim=1))
+        ],
+        dim=1,
+    )
+    assert float((expected - raw).abs().max()) > 1e-4
+    torch.testing.assert_close(after.read(f"{masters}{fc1}weight").double(), expected, rtol=1e-6, atol=0)
+    for linear in (fc1, "decoder.layers.self_attention.linear_qkv."):
+        weight = after.read(f"{linear}weight")
+        assert torch.equal(weight, before.read(f"{linear}weight"))
+        assert torch.equal(weight, after.read(f"{masters}{linear}weight").to(weight.dtype))
+
+
+def test_a_folded_checkpoint_goes_on_in_stock_megatron(ranks, folded):
+    """With its optimizer's state."""
+    _, out, whole = folded
+    argv = [*_argv("serial", "reshardable"), "--load", str(out)]
+    [run] = ranks.run("train", argv=argv, plugin=False, by_name=False)
+    assert len(run["losses"]) == 5
+    np.testing.assert_allclose(run["losses"][0], whole["losses"][5], rtol=1e-3)
+    np.testing.assert_allclose(run["losses"], whole["losses"][5:], rtol=0.05)
+
+
+def test_an_export_is_that_of_the_folded_checkpoint(ranks, folded, tmp_path):
+    folder, out, _ = folded
+    for source, step, target in ((folder, ["--step", "5"], "run"), (out, [], "folded")):
+        ranks.run("scalevec", arguments=["export", str(source), str(tmp_path / target), *step])
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "folded"))
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def test_an_unfolded_checkpoint_starts_a_run_that_folds(ranks, folded, tmp_path):
+    """``scalevec unfold`` writes raw weights; optimizer's state and schedule go along."""
+    _, out, whole = folded
+    arguments = ["unfold", str(out), str(tmp_path / "start"), "--strategy", "dp", "--no-check"]
+    ranks.run("scalevec", arguments=arguments)
+    argv = [*_argv("tp2", "reshardable", *DP), "--load", str(tmp_path / "start")]
+    run = ranks.run("train", 2, argv=argv, by_name=False)[-1]
+    assert run["audit"]["execution"] == "optimizer" and len(run["losses"]) == 5
+    np.testing.assert_allclose(run["losses"][0], whole["losses"][5], rtol=1e-3)
+    np.testing.assert_allclose(run["losses"], whole["losses"][5:], rtol=0.05)
+
+
+# --- stock Megatron -----------------------------------------------------------------------------------
+
+
+def test_stock_megatron_loads_the_model_and_not_the_masters(ranks, saved):
+    """Without the plugin: the same function from the model's part; its first step would drop the fold."""
+    folder, whole = saved("dp2-distopt", "default", *DP)
+    run = _resume(ranks, folder, "dp2-distopt", "default", "--no-load-optim", plugin=False)[-1]
+    np.testing.assert_allclose(run["losses"][0], whole[-1]["losses"][5], rtol=1e-3)
+    lenient = ["--dist-ckpt-strictness", "log_all"]
+    with pytest.raises(RankFailure, match="Global shape mismatch"):
+        _resume(ranks, folder, "dp2-distopt", "default", *lenient, plugin=False)
