@@ -1,0 +1,89 @@
+"""Telemetry of one step, and what the float64 reference says of the same step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ranks.initial import fill_by_name
+
+__all__ = ["telemetry_by_the_reference", "telemetry_of_a_step"]
+
+_RATE, _CLIP = 0.5, 0.5  # the latter as jobs.executing has it
+_MICROBATCHES = 2
+
+
+def telemetry_of_a_step(
+    cases: list[dict[str, Any]], sequence_parallel: bool = False, **sizes: int
+) -> list[dict[str, Any] | None]:
+    """Per case what a step of plain SGD without decay is told as, None on all ranks but the last.
+
+    Args:
+        cases: As of ``compare_executions``, with ``mode`` of execution.
+        sequence_parallel: Of the model.
+        sizes: Of Megatron's groups.
+    """
+    from megatron_scalevec.execution.optimizer import execute_in_optimizer
+    from megatron_scalevec.telemetry import Telemetry
+    from ranks.jobs.executing import _build, _step
+    from ranks.models import initialize_parallel
+
+    initialize_parallel(**sizes)
+    results = []
+    for case in cases:
+        case = {"optimizer": "sgd", **case}
+        mode = case.pop("mode", "autograd")
+        _, wrapped, stepper = _build(mode, sequence_parallel, sizes, **case)
+        if mode == "optimizer":
+            execute_in_optimizer(stepper, wrapped)
+        stepper.reload_model_params()
+        for group in stepper.param_groups:
+            group["lr"], group["weight_decay"] = _RATE, 0.0
+        telemetry = Telemetry(wrapped, stepper)
+        telemetry.before_step()
+        _, norm = _step(wrapped, stepper, 0)
+        found = telemetry.after_step()
+        results.append(None if found is None else {**found, "norm": norm})
+    return results
+
+
+def telemetry_by_the_reference(
+    config: dict[str, Any], kind: str = "llama", experts: str | None = None, data_ranks: int = 1
+) -> dict[str, Any]:
+    """The oracle: a whole model's step in float64, on the data of ``data_ranks`` data-parallel ranks."""
+    from reference import gpt_logits
+    from reference_telemetry import expected_telemetry, stepped
+
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from ranks.initial import name_of_expert
+    from ranks.models import EXPERTS, SIZES, build_gpt, initialize_parallel, reference_of
+
+    initialize_parallel()
+    model = build_gpt(**{"kind": kind, **EXPERTS.get(experts, {})})
+    apply_scale_vectors(model, ScaleVecConfig(**config))
+    fill_by_name(model, 0, 1)
+    params, reference_config, leaves = reference_of(model)
+    trained = {name_of_expert(n, 0): p.requires_grad for n, p in model.named_parameters()}
+    leaves = {name: leaf for name, leaf in leaves.items() if trained[name]}
+    shape = (2, SIZES["sequence"])
+    loss = 0.0
+    for rank in range(data_ranks):
+        for microbatch in range(_MICROBATCHES):
+            generator = torch.Generator().manual_seed(10 * microbatch + rank)  # as jobs.executing draws
+            tokens = torch.randint(SIZES["vocabulary"], shape, generator=generator)
+            target = torch.randn(*shape, SIZES["vocabulary"], generator=generator).double()
+            logits = torch.stack([gpt_logits(row, params, reference_config) for row in tokens])
+            loss = loss + (logits * target).mean() / (_MICROBATCHES * data_ranks)
+    loss.backward()
+    for leaf in leaves.values():
+        leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    gradients, norm, after = stepped(leaves, _RATE, _CLIP)
+    before = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                param.copy_(after[name_of_expert(name, 0)])
+    params, _, _ = reference_of(model)
+    figures, cosines = expected_telemetry(before, after, gradients, params)
+    return {"figures": figures, "cosines": cosines, "norm": norm}
