@@ -1,7 +1,7 @@
 """What telemetry must say, from the definitions, in plain float64 torch. Imports no Megatron.
 
-Works on the parameters of one whole model by name, before and after a step, and on their gradients; nothing is
-sharded, summed over ranks, or kept from one call to the next.
+Works on the parameters of one whole model by name, before and after a step, and on their gradients; nothing
+is sharded, summed over ranks, or kept from one call to the next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NORMS = {
 
 
 def stepped(leaves, rate, most):
-    """Gradients clipped to a norm of ``most``, the norm before, and the parameters after a step of plain SGD."""
+    """Gradients clipped to a norm of ``most``, the norm before, and parameters after a step of descent."""
     norm = math.sqrt(sum(float(leaf.grad.square().sum()) for leaf in leaves.values()))
     factor = min(1.0, most / (norm + 1e-6))
     gradients = {name: leaf.grad * factor for name, leaf in leaves.items()}
@@ -57,7 +57,8 @@ def _vectors(leaves):
         elif of_norm and leaves[name].requires_grad:
             owner, suffix = of_norm.groups()
             place = _place(owner)
-            if place is None:
+            # The model's own q and k norms are no part of a strategy without an intermediate norm.
+            if place is None or (name.endswith("weight") and place[3] == "out"):
                 continue
         else:
             continue
@@ -76,9 +77,12 @@ def _gamma(names, values):
 def _columns(place, owner, params):
     """The raw weight [rows, columns] whose columns a vector scales, None where it is on a norm."""
     layer, _, branch, side = place
-    if side != "in" or layer is None or branch == "shared":
+    if side != "in" or owner.endswith("layernorm"):
         return None
     parts = params["layers"][layer - 1]
+    if branch == "shared":
+        branches = ("q", "k", "v") if owner.endswith("linear_qkv") else ("gate", "up")
+        return torch.cat([parts[name].weight for name in branches if name in parts])
     expert = re.search(r"local_experts\.(\d+)\.", owner)
     if expert:
         return parts["experts"][int(expert[1])][branch.removeprefix("expert_")].weight
@@ -92,6 +96,7 @@ def expected_telemetry(before, after, gradients, params):
         before, after, gradients: Name to float64 tensor.
         params: What ``reference.gpt_logits`` takes, after the step.
     """
+    after = {name: value.detach() for name, value in after.items()}
     grouped, on_one_linear = {}, {}
     for place, owner, names in _vectors(before):
         grouped.setdefault(place, []).append((owner, names))

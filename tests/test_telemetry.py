@@ -2,6 +2,8 @@
 
 import pytest
 
+# Nothing of these is folded, so there is one mode.
+ONE_MODE = {("iwd", "optimizer")}
 UNIT = {"strategy": "unified-foldable", "reparam": "unit"}
 CASES = {
     "hg": {"config": {"strategy": "hg"}},
@@ -15,11 +17,12 @@ EXPERTS = {
     "experts": {"config": {"strategy": "hg"}, "experts": "mixtral"},
     "experts unit": {"config": UNIT, "experts": "mixtral"},
 }
-DENSE_LAYOUTS = {
-    "serial": (1, {}),
-    "tp2": (2, {"tensor_model_parallel_size": 2}),
-    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+LAYOUTS = {
+    "serial": (1, 1, {}),
+    "dp2": (2, 2, {}),
+    "tp2": (2, 1, {"tensor_model_parallel_size": 2}),
+    "tp2-sp": (2, 1, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, 1, {"pipeline_model_parallel_size": 2}),
 }
 EXPERT_LAYOUTS = {
     "serial": (1, 1, {}),
@@ -48,32 +51,41 @@ def assert_equal(told, expected):
     rows = {tuple(row.pop(name) for name in names): row for row in told["vectors"]}
     assert len(rows) == len(told["vectors"])
     assert rows.keys() == expected["figures"].keys()
-    for place, figures in expected["figures"].items():
-        for name, value in figures.items():
-            want = value if value is None else pytest.approx(value, rel=2e-5, abs=1e-9)
-            assert rows[place][name] == want, (place, name)
+    wrong = [
+        (place, name, rows[place][name], value)
+        for place, figures in expected["figures"].items()
+        for name, value in figures.items()
+        # Gradients that are zero in exact arithmetic (of a scale in front of a norm) are rounding.
+        if rows[place][name] != (value if value is None else pytest.approx(value, rel=2e-5, abs=1e-8))
+    ]
+    assert not wrong
     cosines = {tuple(row[name] for name in names): row["cosine"] for row in told["branches"]}
     assert cosines == pytest.approx(expected["cosines"], rel=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["autograd", "optimizer"])
-@pytest.mark.parametrize("layout", DENSE_LAYOUTS)
-def test_values_are_the_references(ranks, reference, layout, mode):
-    world_size, sizes = DENSE_LAYOUTS[layout]
-    names = [name for name in CASES if mode == "autograd" or name in ("hg", "unified", "unit")]
+def told_and_expected(ranks, reference, cases, world_size, data_ranks, sizes):
+    """Both modes of execution in one go; the other one has the same masters."""
+    wanted = [
+        (name, mode) for mode in ("autograd", "optimizer") for name in cases if (name, mode) not in ONE_MODE
+    ]
     results = ranks.run(
-        "telemetry_of_a_step", world_size, cases=[{**CASES[name], "mode": mode} for name in names], **sizes
+        "telemetry_of_a_step",
+        world_size,
+        cases=[{**cases[name], "mode": mode} for name, mode in wanted],
+        **sizes,
     )
     assert all(found is None for result in results[:-1] for found in result)
-    for name, told in zip(names, results[-1]):
-        assert_equal(told, reference(name))
+    for (name, _), told in zip(wanted, results[-1]):
+        yield told, reference(name, data_ranks)
 
 
-@pytest.mark.parametrize("mode", ["autograd", "optimizer"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_are_the_references(ranks, reference, layout):
+    for told, expected in told_and_expected(ranks, reference, CASES, *LAYOUTS[layout]):
+        assert_equal(told, expected)
+
+
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-def test_experts_count_once(ranks, reference, layout, mode):
-    world_size, data_ranks, sizes = EXPERT_LAYOUTS[layout]
-    cases = [{**case, "mode": mode} for case in EXPERTS.values()]
-    results = ranks.run("telemetry_of_a_step", world_size, cases=cases, **sizes)
-    for name, told in zip(EXPERTS, results[-1]):
-        assert_equal(told, reference(name, data_ranks))
+def test_experts_count_once(ranks, reference, layout):
+    for told, expected in told_and_expected(ranks, reference, EXPERTS, *EXPERT_LAYOUTS[layout]):
+        assert_equal(told, expected)

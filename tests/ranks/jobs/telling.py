@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,20 +11,21 @@ from ranks.initial import fill_by_name
 
 __all__ = ["telemetry_by_the_reference", "telemetry_of_a_step"]
 
-_RATE, _CLIP = 0.5, 0.5  # the latter as jobs.executing has it
+_RATE, _CLIP = 100.0, 0.5  # the latter as jobs.executing has it
 _MICROBATCHES = 2
 
 
 def telemetry_of_a_step(
     cases: list[dict[str, Any]], sequence_parallel: bool = False, **sizes: int
 ) -> list[dict[str, Any] | None]:
-    """Per case what a step of plain SGD without decay is told as, None on all ranks but the last.
+    """Per case what a step of plain gradient descent is told as, None on all ranks but the last.
 
     Args:
         cases: As of ``compare_executions``, with ``mode`` of execution.
         sequence_parallel: Of the model.
         sizes: Of Megatron's groups.
     """
+    from megatron_scalevec.execution.members import leaves_of
     from megatron_scalevec.execution.optimizer import execute_in_optimizer
     from megatron_scalevec.telemetry import Telemetry
     from ranks.jobs.executing import _build, _step
@@ -32,20 +34,29 @@ def telemetry_of_a_step(
     initialize_parallel(**sizes)
     results = []
     for case in cases:
-        case = {"optimizer": "sgd", **case}
+        case = dict(case)
         mode = case.pop("mode", "autograd")
         _, wrapped, stepper = _build(mode, sequence_parallel, sizes, **case)
         if mode == "optimizer":
             execute_in_optimizer(stepper, wrapped)
         stepper.reload_model_params()
-        for group in stepper.param_groups:
-            group["lr"], group["weight_decay"] = _RATE, 0.0
+        for leaf in leaves_of(stepper):
+            leaf.optimizer.step = functools.partial(_descend, leaf.optimizer)
         telemetry = Telemetry(wrapped, stepper)
         telemetry.before_step()
         _, norm = _step(wrapped, stepper, 0)
         found = telemetry.after_step()
         results.append(None if found is None else {**found, "norm": norm})
     return results
+
+
+@torch.no_grad()
+def _descend(optimizer: torch.optim.Optimizer) -> None:
+    """In the place of Adam's step, which would be the gradient's sign; the distributed optimizer has no SGD."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                param -= _RATE * param.grad
 
 
 def telemetry_by_the_reference(
