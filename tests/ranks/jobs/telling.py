@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ranks.initial import fill_by_name
 
-__all__ = ["telemetry_by_the_reference", "telemetry_of_a_step"]
+__all__ = ["read_wandb", "telemetry_by_the_reference", "telemetry_of_a_step", "train_with_wandb_offline"]
 
 _RATE, _CLIP = 100.0, 0.5  # the latter as jobs.executing has it
 _MICROBATCHES = 2
@@ -52,7 +56,7 @@ def telemetry_of_a_step(
 
 @torch.no_grad()
 def _descend(optimizer: torch.optim.Optimizer) -> None:
-    """In the place of Adam's step, which would be the gradient's sign; the distributed optimizer has no SGD."""
+    """In place of Adam's step, which would be the gradient's sign; the distributed optimizer has no SGD."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None:
@@ -98,3 +102,46 @@ def telemetry_by_the_reference(
     params, _, _ = reference_of(model)
     figures, cosines = expected_telemetry(before, after, gradients, params)
     return {"figures": figures, "cosines": cosines, "norm": norm}
+
+
+def train_with_wandb_offline(argv: list[str]) -> None:
+    """A run whose command line asks for W&B, on a machine that is not to reach it."""
+    import wandb
+
+    from ranks.jobs.training import train
+
+    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
+    train(argv)
+    wandb.finish()
+
+
+def read_wandb(folder: str) -> dict[int, dict[str, Any]]:
+    """Step to values, from the one run that W&B has left in a folder."""
+    from wandb.proto import wandb_internal_pb2
+
+    [file] = Path(folder).glob("wandb/offline-run-*/*.wandb")
+    history: dict[int, dict[str, Any]] = {}
+    for data in _records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+            history.setdefault(row["_step"], {}).update(row)
+    return history
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Of LevelDB's log format: blocks of 32 KiB, in which a record is whole or in parts."""
+    header, block = 7, 1 << 15
+    at, record = header, b""  # the file begins with a header of W&B's own, as long as a record's
+    while at + header <= len(data):
+        if block - at % block < header:
+            at += block - at % block
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record += data[at + header : at + header + size]
+        at += header + size
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
