@@ -21,6 +21,7 @@ __all__ = [
     "Part",
     "Run",
     "Scales",
+    "column_squares",
     "fold_into",
     "fold_parts",
     "rectangles",
@@ -229,6 +230,24 @@ def split_gradient(
             g.mul_(inner)
         if outer is not None:
             g.mul_(outer[:, None])
+
+
+def column_squares(
+    master: torch.Tensor,
+    start: int,
+    columns: int,
+    runs: Sequence[Run],
+    sums: Sequence[torch.Tensor | None],
+) -> None:
+    """Add the shard's share of Σ_rows W² of each branch to ``sums``.
+
+    ``sums``: float64 [columns] for each branch, None for one that is left out; the other arguments are those
+    of :func:`split_gradient`.
+    """
+    for piece in _pieces(master, start, columns, runs):
+        if sums[piece.branch] is not None:
+            own = master[piece.flat].view(piece.shape)
+            sums[piece.branch][piece.columns] += (own * own).sum(0)
 
 
 def fold_into(
