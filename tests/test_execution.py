@@ -249,6 +249,7 @@ def test_every_obstacle_leads_to_autograd_and_refuses_the_optimizer():
         ("fold-twice", "is not what the optimizer's master and the scale vectors come to"),
         ("load-weights-alone", "is not what the optimizer's master and the scale vectors come to"),
         ("load-vectors-alone", "is not what the optimizer's master and the scale vectors come to"),
+        ("wrong-kernels", "disagree about the gradients of weights"),
         ("forget-to-write", "stepped without folding its masters"),
     ],
 )
