@@ -45,7 +45,7 @@ def test_both_modes_in_a_layout(ranks, layout, flags):
     np.testing.assert_allclose(optimizer["losses"], autograd["losses"], rtol=2e-6)
     np.testing.assert_allclose(optimizer["grad_norms"], autograd["grad_norms"], rtol=2e-5)
     # Between a step and the gathering of its parameters, which the next forward pass would wait for.
-    assert len(optimizer["evaluations"]) == (3 if EVALUATING[0] in flags else 0)
+    assert (len(optimizer["evaluations"]) >= 3) == (EVALUATING[0] in flags)
     np.testing.assert_allclose(optimizer["evaluations"], autograd["evaluations"], rtol=2e-6)
 
 

@@ -59,8 +59,8 @@ class Fold:
     """W_eff[r, c] = W[r, c] · γ_in[branch of r][first_column + c] · γ_out[branch of r][channel of r].
 
     ``inner`` and ``outer`` have one entry per branch, None where the scale is one. ``tp_group``: of the ranks
-    that share the weight, None where every rank holds it whole. ``more_groups``: over which a vector's gradient
-    is a sum as well, because their ranks hold other weights with the same vector: other experts.
+    that share the weight, None where every rank holds it whole. ``more_groups``: over which a vector's
+    gradient is a sum as well, because their ranks hold other weights with the same vector: other experts.
     """
 
     owner: torch.nn.Module

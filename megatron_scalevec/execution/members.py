@@ -45,7 +45,8 @@ class Shard:
 
 
 class Member:
-    """One of Megatron's optimizers that step by themselves, or some that hand their parameters out together."""
+    """One of Megatron's optimizers that step by themselves, or several whose parameters are dealt out
+    together."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizers: tuple[Any, ...] = (optimizer,)

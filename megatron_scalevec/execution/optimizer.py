@@ -100,8 +100,8 @@ def _sets(folds: Sequence[Fold], members: Sequence[Member]) -> list[FoldSet]:
 def _in_time(of_weight: Member, of_vectors: Member, members: Sequence[Member]) -> bool:
     """Whether the vectors have stepped before the weights are gathered over ranks.
 
-    A distributed optimizer gathers as soon as it has stepped. Vectors that experts share are dense parameters,
-    whose optimizer comes before that of the experts.
+    A distributed optimizer gathers as soon as it has stepped. Vectors that experts share are dense
+    parameters, whose optimizer comes before that of the experts.
     """
     if of_weight.group is None or of_weight.gathers is of_vectors.gathers:
         return True

@@ -112,6 +112,12 @@ def _pieces(tensor: torch.Tensor, start: int, columns: int, runs: Sequence[Run])
     return rectangles(start, start + tensor.numel(), columns, runs, elements)
 
 
+def _scratch(like: torch.Tensor, columns: int) -> torch.Tensor:
+    """Room for any of the pieces: one allocation for all of them."""
+    most = max(columns, _ELEMENTS.get(like.device.type, _ELEMENTS["cuda"]))
+    return like.new_empty(min(like.numel(), most))
+
+
 def _factors(scales: Scales, piece: _Rectangle) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     inner, outer = scales.inner[piece.branch], scales.outer[piece.branch]
     return (
@@ -210,10 +216,11 @@ def split_gradient(
         scales: The vectors.
         sums: float64, shaped as ``scales``, None in the same places; added to.
     """
+    scratch = _scratch(master, columns)
     for piece in _pieces(grad, start, columns, runs):
         g, w = grad[piece.flat].view(piece.shape), master[piece.flat].view(piece.shape)
         inner, outer = _factors(scales, piece)
-        by_weight = g * w
+        by_weight = torch.mul(g, w, out=scratch[: g.numel()].view(piece.shape))
         if outer is not None:
             over_columns = by_weight.sum(1) if inner is None else torch.mv(by_weight, inner)
             sums.outer[piece.branch][piece.channels] += over_columns
@@ -255,13 +262,15 @@ def fold_into(
 
     ``live`` and ``master``: [shard]; the rest as for :func:`split_gradient`.
     """
+    scratch = _scratch(master, columns)
     for piece in _pieces(master, start, columns, runs):
         w = master[piece.flat].view(piece.shape)
+        folded = scratch[: w.numel()].view(piece.shape)
         inner, outer = _factors(scales, piece)
         if inner is not None:
-            w = w * inner
+            w = torch.mul(w, inner, out=folded)
         if outer is not None:
-            w = w * outer[:, None] if inner is None else w.mul_(outer[:, None])
+            w = torch.mul(w, outer[:, None], out=folded)
         live[piece.flat].view(piece.shape).copy_(w)
 
 

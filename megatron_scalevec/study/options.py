@@ -154,9 +154,15 @@ def parser() -> argparse.ArgumentParser:
     )
     demo.add_text(made)
     size = demo.add_size(made, steps=400)
+    size.add_argument(
+        "--tuning-steps",
+        metavar="N",
+        type=int,
+        help="steps of the runs that tune the learning rate (default: as --steps; fewer cost less and favour "
+        "higher rates)",
+    )
     for flag, default, text in (
-        ("--tuning-steps", 150, "steps of the runs that tune the learning rate"),
-        ("--tuning-seed", _TUNING_SEED, "their seed, none of --seeds"),
+        ("--tuning-seed", _TUNING_SEED, "seed of the runs that tune, none of --seeds"),
         ("--save-interval", 50, "steps between checkpoints: what a kill loses at most"),
     ):
         size.add_argument(flag, metavar="N", type=int, default=default, help=f"{text} (default: %(default)s)")
@@ -204,6 +210,7 @@ def parse(argv: Sequence[str]) -> Options:
     values |= {
         "arms": (Arm(BASELINE, BASELINE), *arms),
         "optimizers": tuple(optimizers),
+        "tuning_steps": args.tuning_steps or args.steps,
         "seeds": seeds,
         "rates": {name: rates for name, rates in _rates(args.rates).items() if name in optimizers},
         "text": None if args.text is None else tuple(args.text),

@@ -179,10 +179,12 @@ def _notes(options: Options, collected: Sequence[_CellResult], comparisons: int)
         notes.append(f"Every run that was to tune {', '.join(failed)} diverged; nothing is known of them.")
     if any(len(found.tuning.losses) > 1 for found in collected):
         notes.append(
-            f"Learning rates were tuned on one seed and {options.tuning_steps} steps; runs of "
-            f"{options.steps} "
-            "steps may want others, and between the rates tried lies a factor."
+            f"Learning rates were tuned on one seed, {options.tuning_seed}, among few rates: "
+            "another seed or a finer "
+            "grid may choose others."
         )
+        if options.tuning_steps < options.steps:
+            notes.append(_short_tuning(options, collected))
     if note := chance_note(comparisons, LEVEL):
         notes.append(note)
     normalized = [arm.label for arm in options.arms if _has_v_norm(arm)]
@@ -200,6 +202,22 @@ def _notes(options: Options, collected: Sequence[_CellResult], comparisons: int)
         "`scalevec compare` on your own runs."
     )
     return notes
+
+
+def _short_tuning(options: Options, collected: Sequence[_CellResult]) -> str:
+    said = (
+        f"The runs that tuned had {options.tuning_steps} steps, the others {options.steps}; "
+        "shorter runs favour "
+        "higher rates."
+    )
+    chosen = {found.tuning.chosen for found in collected if found.tuning.chosen is not None}
+    if len(chosen) > 1:
+        said += (
+            " Arms have been given different rates by them, and so differences between arms may "
+            "be differences "
+            "between rates."
+        )
+    return said
 
 
 def _is_unified(strategy: str) -> bool:
@@ -260,7 +278,12 @@ def markdown(
         lines += ["", *_final_table(mine)]
         if optimizer in picture:
             lines += ["", f"![Loss against text read, {OPTIMIZERS[optimizer]}]({picture[optimizer]})"]
-        lines += ["", "Learning rates, and the validation losses of the short runs that chose them:", ""]
+        lines += [
+            "",
+            f"Learning rates, and the validation losses of the runs of {options['tuning_steps']} "
+            "steps that chose them:",
+            "",
+        ]
         lines += _tuning_table(mine)
         lines += ["", "Every run's validation loss:", "", *_runs_table(mine, options["seeds"])]
     lines += ["", f"{heading} How far this goes", ""]

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-SITES = ("attention", "mlp", "latent", "projections")
+OF_EXPERTS = ("attention", "mlp", "projections")
+SITES = (*OF_EXPERTS, "latent")
 ONE_WITH_EXPERTS = {"num_layers": 1, "moe_layer_freq": [1]}
 
 
@@ -14,15 +15,15 @@ def check(te_ranks, cases, **sizes):
         for case, result in zip(cases, results):
             ours, theirs = result["optimizer"], result["autograd"]
             assert len(ours["losses"]) == 10
-            np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=0, atol=1e-6, err_msg=str(case))
-            np.testing.assert_allclose(ours["norms"], theirs["norms"], rtol=1e-6, err_msg=str(case))
+            np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=0, atol=1e-6)
+            np.testing.assert_allclose(ours["norms"], theirs["norms"], rtol=1e-6)
             for errors in ours["check"]:
                 assert errors["weight"] < 5e-7 and errors["vectors"] < 1e-6, (case, errors)
             assert ours["live"]
 
 
 def test_fused_norms_and_latent_attention(te_ranks):
-    """The norm inside the linear, also where it stores γ − 1; down-projections that every rank holds whole."""
+    """The norm inside the linear, also where it stores γ − 1; down-projections held whole by every rank."""
     cases = [
         {"config": {"strategy": "unified"}, "kind": "gpt2"},
         {"config": {"strategy": "iwd"}, "kind": "gpt2", "model": {"layernorm_zero_centered_gamma": True}},

@@ -42,6 +42,7 @@ def arguments_of(config: Any, strategy: Any = None) -> argparse.Namespace:
         attention_output_gate=bool(getattr(config, "attention_output_gate", False)),
     )
     names = ["multi_latent_attention", "heterogeneous_layers_config_encoded_json", "mtp_num_layers"]
+    names += ["mla_down_proj_fusion", "moe_latent_size", "moe_mlp_glu_interleave_size", "moe_grouped_gemm"]
     names += ["kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
     for name in names:
         setattr(args, name, getattr(config, name, None))
@@ -74,10 +75,10 @@ def load(model: torch.nn.Module, folder: str, strict: str = "raise_all") -> None
     target = os.path.join(folder, "iter_0000007")
     wanted = model.sharded_state_dict()
     state = dist_checkpointing.load(wanted, target, strict=strict)
-    # What TransformerEngine keeps of its own is not everywhere.
     left = model.load_state_dict({name: state[name] for name in wanted if name in state}, strict=False)
-    assert not left.unexpected_keys, left
-    assert all(name.endswith("_extra_state") for name in left.missing_keys), left
+    # What TransformerEngine keeps of its own is not everywhere.
+    names = [*left.missing_keys, *left.unexpected_keys]
+    assert all(name.endswith("_extra_state") for name in names), left
 
 
 def _build(kind: str, config: dict[str, Any] | None, dtype: str, overrides: dict[str, Any] | None):
