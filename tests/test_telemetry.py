@@ -15,6 +15,7 @@ CASES = {
 }
 EXPERTS = {
     "experts": {"config": {"strategy": "hg"}, "experts": "mixtral"},
+    "shared experts": {"config": {"strategy": "hg", "experts": "shared"}, "experts": "mixtral"},
     "experts unit": {"config": UNIT, "experts": "mixtral"},
 }
 LAYOUTS = {

@@ -178,6 +178,7 @@ def _settle_telemetry(current: Session, args: Any, config: ScaleVecConfig) -> No
         ScaleVecError: There is nothing to log, or nowhere to log it to.
     """
     file, interval = getattr(args, "scalevec_log", None), getattr(args, "scalevec_log_interval", None)
+    current.log_interval = current.log_file = None
     if file is None and interval is None:
         return
     if not config.active and not getattr(args, "spec", None):  # a spec may bring a strategy
