@@ -16,6 +16,7 @@ from megatron_scalevec import cpu
 from megatron_scalevec.cpu import attention, optimizers, streams
 from megatron_scalevec.cpu.devices import to_cpu_device
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.hybrid_layers import arguments_tell_latent_norms
 
 CHANGED_OWNERS = (
     torch,
@@ -716,6 +717,11 @@ def test_hybrid_models_get_a_stack_of_local_layers(spec):
     assert args.spec == ["megatron_scalevec.cpu.hybrid_stack", "stack"]
     given = " ".join(spec) if spec else "(none)"
     assert f"--spec {given} -> megatron_scalevec.cpu.hybrid_stack stack" in changes
+    # From 0.19 on, --qk-layernorm means the norms on latents too.
+    for pattern, own in (("M+-", arguments_tell_latent_norms()), ("M*-", False)):
+        args = megatron_arguments(hybrid_layer_pattern=pattern, spec=spec, qk_layernorm=True)
+        cpu.choose_arguments(args)
+        assert args.spec[1] == ("stack_with_latent_norms" if own else "stack")
     own = megatron_arguments(hybrid_layer_pattern="M*-", spec=["my.module", "stack"])
     cpu.choose_arguments(own)
     assert own.spec == ["my.module", "stack"]

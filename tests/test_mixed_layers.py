@@ -10,6 +10,8 @@ from ranks.arguments import LAYOUTS as LAYOUTS_OF_RUNS
 from ranks.pool import RankFailure
 from runs import logits_tolerance, round_trips, worst_gradient
 
+from megatron_scalevec.hybrid_layers import arguments_tell_latent_norms
+
 # Hybrid models are there from 0.18 on, which the light environment is older than.
 pytestmark = pytest.mark.needs_training
 
@@ -122,6 +124,12 @@ LATENT = {
         "head logits in": 1,
     },
 }
+# The same without norms on the latents, as Megatron's own stack up to 0.18 whatever --qk-layernorm says.
+BARE_LATENT = {
+    "linears": LATENT["linears"] - 2,
+    "retired": LATENT["retired"] - 2,
+    "vectors": {name: number for name, number in LATENT["vectors"].items() if not name.startswith("latent")},
+}
 # M*E: a Mamba layer, an attention layer, and the router and 4 experts.
 EXPERTS = {
     "linears": 2 + 1 + (1 + 4),
@@ -167,6 +175,7 @@ HETEROGENEOUS = {
         ("hybrid", HYBRID),
         ("delta", DELTA),
         ("latent hybrid", LATENT),
+        ("latent hybrid, bare", BARE_LATENT),
         ("hybrid with experts", EXPERTS),
         ("qwen3-next", QWEN3_NEXT),
         ("heterogeneous", HETEROGENEOUS),
@@ -262,6 +271,18 @@ def test_explain_says_what_the_run_finds(ranks, hybrid):
     assert found["whole_model"] == hybrid("pp2")["audit"]
     assert found["place"]["layers"] == "1-3"
     assert any("-> megatron_scalevec.cpu.hybrid_stack stack" in note for note in found["notes"])
+
+
+def test_explain_knows_which_latents_have_norms(ranks):
+    """Whatever --qk-layernorm comes to in this Megatron's hybrids."""
+    words = "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8 --v-head-dim 4"
+    words += " --qk-pos-emb-head-dim 6 --rope-type rope --qk-layernorm --hybrid-layer-pattern M+-"
+    queries = tiny_gpt("hybrid").index("--group-query-attention")
+    argv = tiny_gpt("hybrid", "--scalevec-strategy", "hg", *words.split())
+    del argv[queries : queries + 3]
+    [found] = ranks.run("explain_line", arguments=["pretrain_hybrid.py", *argv])
+    assert found["error"] is None and found["problems"] == []
+    assert ("latent q_up in" in found["whole_model"]["built_vectors"]) == arguments_tell_latent_norms()
 
 
 def test_resume_at_another_layout(hybrid):

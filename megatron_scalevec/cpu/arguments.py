@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.hybrid_layers import arguments_tell_latent_norms
 
 __all__ = ["choose_arguments"]
 
@@ -52,12 +53,18 @@ def _choose_hybrid_stack(args: Any) -> list[str]:
     if not any(getattr(args, name, None) for name in _HYBRID_PATTERNS) or _has_own_spec(args):
         return []
     old = getattr(args, "spec", None)
-    args.spec = [*_HYBRID_STACK]
+    norms = "+" in _hybrid_layers(args) and getattr(args, "qk_layernorm", False)
+    with_norms = norms and arguments_tell_latent_norms()
+    args.spec = [_HYBRID_STACKS, "stack_with_latent_norms" if with_norms else "stack"]
     return [f"--spec {_text(old) if old else '(none)'} -> {_text(args.spec)}"]
 
 
 _HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-_HYBRID_STACK = ("megatron_scalevec.cpu.hybrid_stack", "stack")
+_HYBRID_STACKS = "megatron_scalevec.cpu.hybrid_stack"
+
+
+def _hybrid_layers(args: Any) -> str:
+    return next(filter(None, (getattr(args, name, None) for name in _HYBRID_PATTERNS)), "")
 
 
 def _satisfy_connection_check() -> list[str]:

@@ -342,14 +342,14 @@ def refused(case: str) -> dict[str, Any]:
     return {"error": "", "unchanged": False}
 
 
-def fused_down_projection() -> str:
-    """Convert latent attention with one down-projection on all ranks; what is said."""
+def latent_refused(**overrides: Any) -> str:
+    """Convert latent attention on all ranks; what is said."""
     from ranks.models import initialize_parallel
 
     from megatron_scalevec import ScaleVecError
 
-    initialize_parallel(tensor_model_parallel_size=2)
-    model = _build("mla", mla_down_proj_fusion=True, tensor_model_parallel_size=2)
+    initialize_parallel(tensor_model_parallel_size=overrides.get("tensor_model_parallel_size", 1))
+    model = _build("mla", **overrides)
     try:
         _convert(model, strategy="hg")
     except ScaleVecError as error:

@@ -62,6 +62,13 @@ def _worst(te_ranks, strategy, sequence_parallel, **more):
 
 def test_one_down_projection_over_ranks_is_refused(te_ranks):
     """Megatron gives the rotary key's rows one rank's gradient alone."""
-    [*found] = te_ranks.run("fused_down_projection", 2)
+    over_ranks = {"mla_down_proj_fusion": True, "tensor_model_parallel_size": 2}
+    [*found] = te_ranks.run("latent_refused", 2, **over_ranks)
     for error in found:
         assert "--mla-down-proj-fusion" in error and "use one tensor-parallel rank" in error
+
+
+def test_a_second_norm_before_the_queries_is_refused(te_ranks):
+    """What Megatron 0.19 makes of --qk-layernorm where the queries have no latent."""
+    [said] = te_ranks.run("latent_refused", q_lora_rank=None)
+    assert "linear_q_proj has a norm of its own" in said and "add --q-lora-rank, drop --qk-layernorm" in said
