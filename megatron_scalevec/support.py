@@ -438,6 +438,16 @@ REFUSALS: tuple[Refusal, ...] = (
         versions="<0.19",
     ),
     Refusal(
+        "telemetry-of-offloaded-masters",
+        lambda args, config: (
+            given("scalevec_log_interval", "scalevec_log")(args, config)
+            and bool(getattr(args, "optimizer_cpu_offload", False))
+        ),
+        "--scalevec-log-interval reads masters and gradients on the device, and --optimizer-cpu-offload has "
+        "them in the host's memory",
+        "drop one of the two",
+    ),
+    Refusal(
         "meta-device-init",
         given("init_model_with_meta_device"),
         "--init-model-with-meta-device replaces every parameter after the model is built, and with it what "

@@ -151,6 +151,21 @@ def test_a_run_of_the_other_mode_goes_on(ranks, saved, written_by):
     assert abs(run["losses"][-1] / whole[-1]["losses"][-1] - 1) > 1e-5  # the comparisons can fail
 
 
+def test_the_default_goes_on_in_the_mode_of_the_checkpoint(ranks, saved):
+    """A run trained by autograd, as by earlier versions of the plugin: bit by bit; its weights alone start a
+    run that folds."""
+    strategy = ("--scalevec-strategy", "unified")
+    folder, whole = saved("tp2-sp", "reshardable", *strategy, *BY_AUTOGRAD, job="train_unrounded")
+    run = _resume(ranks, folder, "tp2-sp", "reshardable", *strategy, job="train_unrounded")[-1]
+    assert run["audit"]["execution"] == "autograd"
+    assert run["audit"]["execution_reason"].startswith(f"as before in {folder}")
+    assert run["losses"] == whole[-1]["losses"][5:]
+    weights = ("--no-load-optim", "--train-iters", "6")
+    run = _resume(ranks, folder, "serial", "reshardable", *strategy, *weights, job="train_unrounded")[-1]
+    assert run["audit"]["execution"] == "optimizer"
+    np.testing.assert_allclose(run["losses"][0], whole[-1]["losses"][5], rtol=1e-6)
+
+
 # --- the tools ----------------------------------------------------------------------------------------
 
 
