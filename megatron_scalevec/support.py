@@ -140,9 +140,11 @@ REFUSALS: tuple[Refusal, ...] = (
                 )
             )
         ),
-        "Megatron's legacy grouped experts keep the weights of all experts in one transposed tensor, which "
-        "does not carry scale vectors",
-        "drop --moe-use-legacy-grouped-gemm, and --moe-grouped-gemm with --transformer-impl local",
+        "Megatron's legacy grouped experts keep the weights of all experts in one transposed tensor and "
+        "multiply by it in the CUDA kernels of the grouped_gemm package alone, so scale vectors on them could "
+        "not be tested",
+        "use --moe-grouped-gemm with --transformer-impl transformer_engine and without "
+        "--moe-use-legacy-grouped-gemm, or drop --moe-grouped-gemm for a module for each expert",
         versions="<0.17",
     ),
     Refusal(
