@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from packaging.version import Version
-
-from megatron_scalevec.versions import megatron_version
-
-__all__ = ["HYBRID_PARTS", "arguments_tell_latent_norms", "hybrid_pattern"]
+__all__ = ["HYBRID_PARTS", "hybrid_pattern"]
 
 HYBRID_PARTS = {
     "*": ("attention",),
@@ -26,12 +22,3 @@ def hybrid_pattern(args: Any) -> str | None:
     names = ("hybrid_layer_pattern", "hybrid_override_pattern")
     patterns = [pattern for pattern in (getattr(args, name, None) for name in names) if pattern]
     return patterns[0] if patterns else "" if getattr(args, "is_hybrid_model", False) else None
-
-
-def arguments_tell_latent_norms() -> bool:
-    """Whether latent attention in a hybrid has norms on its latents where ``--qk-layernorm`` asks for them.
-
-    So it is from megatron-core 0.19 on. Before, it had what the spec of the stack names, and Megatron's own
-    names none.
-    """
-    return Version(megatron_version().base_version) >= Version("0.19")

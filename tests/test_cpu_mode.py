@@ -16,7 +16,6 @@ from megatron_scalevec import cpu
 from megatron_scalevec.cpu import attention, optimizers, streams
 from megatron_scalevec.cpu.devices import to_cpu_device
 from megatron_scalevec.errors import ScaleVecError
-from megatron_scalevec.hybrid_layers import arguments_tell_latent_norms
 
 CHANGED_OWNERS = (
     torch,
@@ -717,8 +716,8 @@ def test_hybrid_models_get_a_stack_of_local_layers(spec):
     assert args.spec == ["megatron_scalevec.cpu.hybrid_stack", "stack"]
     given = " ".join(spec) if spec else "(none)"
     assert f"--spec {given} -> megatron_scalevec.cpu.hybrid_stack stack" in changes
-    # From 0.19 on, --qk-layernorm means the norms on latents too.
-    for pattern, own in (("M+-", arguments_tell_latent_norms()), ("M*-", False)):
+    # Of the layers, --qk-layernorm means those of latent attention alone.
+    for pattern, own in (("M+-", True), ("M*-", False)):
         args = megatron_arguments(hybrid_layer_pattern=pattern, spec=spec, qk_layernorm=True)
         cpu.choose_arguments(args)
         assert args.spec[1] == ("stack_with_latent_norms" if own else "stack")

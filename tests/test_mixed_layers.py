@@ -10,8 +10,6 @@ from ranks.arguments import LAYOUTS as LAYOUTS_OF_RUNS
 from ranks.pool import RankFailure
 from runs import logits_tolerance, round_trips, worst_gradient
 
-from megatron_scalevec.hybrid_layers import arguments_tell_latent_norms
-
 # Hybrid models are there from 0.18 on, which the light environment is older than.
 pytestmark = pytest.mark.needs_training
 
@@ -124,7 +122,7 @@ LATENT = {
         "head logits in": 1,
     },
 }
-# The same without norms on the latents, as Megatron's own stack up to 0.18 whatever --qk-layernorm says.
+# The same without --qk-layernorm.
 BARE_LATENT = {
     "linears": LATENT["linears"] - 2,
     "retired": LATENT["retired"] - 2,
@@ -273,16 +271,17 @@ def test_explain_says_what_the_run_finds(ranks, hybrid):
     assert any("-> megatron_scalevec.cpu.hybrid_stack stack" in note for note in found["notes"])
 
 
-def test_explain_knows_which_latents_have_norms(ranks):
-    """Whatever --qk-layernorm comes to in this Megatron's hybrids."""
+@pytest.mark.parametrize("norms", [True, False])
+def test_explain_knows_whether_latents_have_norms(ranks, norms):
+    """--qk-layernorm means them in a hybrid as well."""
     words = "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8 --v-head-dim 4"
-    words += " --qk-pos-emb-head-dim 6 --rope-type rope --qk-layernorm --hybrid-layer-pattern M+-"
+    words += " --qk-pos-emb-head-dim 6 --rope-type rope --hybrid-layer-pattern M+-"
     queries = tiny_gpt("hybrid").index("--group-query-attention")
-    argv = tiny_gpt("hybrid", "--scalevec-strategy", "hg", *words.split())
+    argv = tiny_gpt("hybrid", "--scalevec-strategy", "hg", *words.split(), *["--qk-layernorm"] * norms)
     del argv[queries : queries + 3]
     [found] = ranks.run("explain_line", arguments=["pretrain_hybrid.py", *argv])
     assert found["error"] is None and found["problems"] == []
-    assert ("latent q_up in" in found["whole_model"]["built_vectors"]) == arguments_tell_latent_norms()
+    assert ("latent q_up in" in found["whole_model"]["built_vectors"]) == norms
 
 
 def test_resume_at_another_layout(hybrid):

@@ -61,9 +61,9 @@ def latent_attention_sites(
     if queries is not None and getattr(leaf_class(queries), "fused_norm", ""):
         raise ScaleVecError(
             f"{path}.linear_q_proj has a norm of its own behind the pre-attention norm, as Megatron 0.19 "
-            "builds it with --qk-layernorm and without --q-lora-rank: the pre-attention norm feeds one linear "
-            "and one norm then, and no linear can take its scale. Nothing was changed; add --q-lora-rank, "
-            "drop --qk-layernorm, or run without --scalevec-strategy."
+            "builds it with --qk-layernorm and without --q-lora-rank: the pre-attention norm feeds one "
+            "linear and one norm then, and no linear can take its scale. Nothing was changed; add "
+            "--q-lora-rank, drop --qk-layernorm, or run without --scalevec-strategy."
         )
     down = list(_down_projections(path, attention))
     _, first, _ = down[0]

@@ -11,14 +11,10 @@ from typing import Any
 
 from megatron_scalevec.hybrid_layers import HYBRID_PARTS
 
-__all__ = ["HYBRID_LAYERS", "LATENT_NORMS", "Map", "layer_parts", "maps_of", "parts_of_mtp"]
+__all__ = ["HYBRID_LAYERS", "Map", "layer_parts", "maps_of", "parts_of_mtp"]
 
 HYBRID_LAYERS = "scalevec_hybrid_layers"
 """Attribute of the configuration of a hybrid model: one symbol for each of the decoder's layers."""
-
-LATENT_NORMS = "scalevec_latent_norms"
-"""Attribute of the configuration of a hybrid model: the latents (``q``, ``kv``) that its stack has norms on,
-where ``qk_layernorm`` does not say it."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +98,9 @@ def _latent_attention(c: Any) -> Sequence[Map]:
     query = ("q_down",) if c.q_lora_rank else ("q",)
     down = [(*query, *keys)] if getattr(c, "mla_down_proj_fusion", False) and c.q_lora_rank else [query, keys]
     maps = [Map("attention", branches, "input") for branches in down]
-    norms = getattr(c, LATENT_NORMS, ("q", "kv") if c.qk_layernorm else ())
-    if c.q_lora_rank and "q" in norms:
-        maps.append(Map("latent", ("q_up",), "q latent", keeps_scale=False))
-    if "kv" in norms:
+    if c.qk_layernorm:
+        if c.q_lora_rank:
+            maps.append(Map("latent", ("q_up",), "q latent", keeps_scale=False))
         maps.append(Map("latent", ("k_up", "v_up"), "kv latent", keeps_scale=False))
     return (*maps, Map("projections", ("o",)))
 

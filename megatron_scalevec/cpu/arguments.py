@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_scalevec.errors import ScaleVecError
-from megatron_scalevec.hybrid_layers import arguments_tell_latent_norms
 
 __all__ = ["choose_arguments"]
 
@@ -53,9 +52,9 @@ def _choose_hybrid_stack(args: Any) -> list[str]:
     if not any(getattr(args, name, None) for name in _HYBRID_PATTERNS) or _has_own_spec(args):
         return []
     old = getattr(args, "spec", None)
+    # Megatron's stack makes of --qk-layernorm norms on the latents of such layers, and nothing elsewhere.
     norms = "+" in _hybrid_layers(args) and getattr(args, "qk_layernorm", False)
-    with_norms = norms and arguments_tell_latent_norms()
-    args.spec = [_HYBRID_STACKS, "stack_with_latent_norms" if with_norms else "stack"]
+    args.spec = [_HYBRID_STACKS, "stack_with_latent_norms" if norms else "stack"]
     return [f"--spec {_text(old) if old else '(none)'} -> {_text(args.spec)}"]
 
 

@@ -121,7 +121,7 @@ def local_stack_spec(*, latent_norms: bool = False):
     multi-token prediction.
 
     Args:
-        latent_norms: Norms on the latents of ``+`` layers. Megatron's own stack has them from 0.19 on, where
+        latent_norms: Norms on the latents of ``+`` layers, which Megatron's own stack has where
             ``--qk-layernorm`` asks for them.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add

@@ -21,24 +21,16 @@ DELTA = {
 }
 
 
-def build_hybrid(
-    pattern: str = "M*-M-", dtype: torch.dtype = torch.float64, latent_norms: bool = True, **overrides
-):
-    """A hybrid model of local layers; ``overrides`` go into the TransformerConfig.
-
-    ``latent_norms``: of latent attention. Up to 0.18, ``qk_layernorm`` makes no difference to them.
-    """
+def build_hybrid(pattern: str = "M*-M-", dtype: torch.dtype = torch.float64, **overrides):
+    """A hybrid model of local layers; ``overrides`` go into the TransformerConfig."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     from megatron_scalevec.cpu.hybrids import local_stack_spec, replace_kernels
-    from megatron_scalevec.hybrid_layers import arguments_tell_latent_norms
     from megatron_scalevec.patching import PatchSet
 
     replace_kernels(PatchSet())
     latent = "+" in pattern
-    if not latent_norms and arguments_tell_latent_norms():
-        overrides = {"qk_layernorm": False, **overrides}
     kernels = {**MAMBA, **(DELTA if "G" in pattern else {}), **(EXPERTS["mixtral"] if "E" in pattern else {})}
     settings = {
         **settings_of("mla" if latent else "llama", dtype),
@@ -54,7 +46,9 @@ def build_hybrid(
         "parallel_output": False,
     }
     model = HybridModel(
-        hybrid_stack_spec=local_stack_spec(latent_norms=latent_norms), hybrid_layer_pattern=pattern, **given
+        hybrid_stack_spec=local_stack_spec(latent_norms=config.qk_layernorm),
+        hybrid_layer_pattern=pattern,
+        **given,
     )
     return model.to(dtype)
 
@@ -103,7 +97,7 @@ BUILDERS = {
     "hybrid": build_hybrid,
     "delta": functools.partial(build_hybrid, "G-*-"),
     "latent hybrid": functools.partial(build_hybrid, "M+-"),
-    "latent hybrid, bare": functools.partial(build_hybrid, "M+-", latent_norms=False),
+    "latent hybrid, bare": functools.partial(build_hybrid, "M+-", qk_layernorm=False),
     "hybrid with experts": functools.partial(build_hybrid, "M*E"),
     "qwen3-next": functools.partial(
         build_hybrid,

@@ -72,3 +72,13 @@ def test_a_second_norm_before_the_queries_is_refused(te_ranks):
     """What Megatron 0.19 makes of --qk-layernorm where the queries have no latent."""
     [said] = te_ranks.run("latent_refused", q_lora_rank=None)
     assert "linear_q_proj has a norm of its own" in said and "add --q-lora-rank, drop --qk-layernorm" in said
+
+
+@pytest.mark.parametrize("norms", [True, False])
+def test_megatrons_own_hybrid_stack(te_ranks, norms):
+    """Two down-projections, with --qk-layernorm two up-projections with a norm each, and gate and up."""
+    [found] = te_ranks.run("own_hybrid_stack", qk_layernorm=norms)
+    assert found["linears"] == 2 + 2 * norms + 1
+    names = ["attention q_down", "attention kv_down", "attention k_rope", "mlp gate", "mlp up"]
+    names += ["latent q_up", "latent k_up", "latent v_up"] * norms
+    assert found["vectors"] == {**{f"{name} in": 1 for name in names}, "head logits in": 1}
