@@ -19,6 +19,7 @@ _PER_RESULT = {
     _A.mul_.Tensor,
     _A.mul.Scalar,
     _A.mul_.Scalar,
+    _A.mul.out,
     _A.add.Tensor,
     _A.add_.Tensor,
     _A.sub.Tensor,
@@ -45,7 +46,9 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        given = list(_tensors((args, kwargs)))
+        # What a result is written to is counted as the result; it is not read.
+        read = {name: value for name, value in (kwargs or {}).items() if name != "out"}
+        given = list(_tensors((args, read)))
         made = list(_tensors(result))
         storages = {tensor.untyped_storage()._cdata for tensor in given}
         changes = any(a.alias_info is not None and a.alias_info.is_write for a in function._schema.arguments)

@@ -64,7 +64,7 @@ FLOPS_TO_SPLIT = 7
 """Per element."""
 
 _INDEX_BYTES_PER_ROW = 16  # autograd: two int64, branch and place of every row
-_BYTES_PER_BLOCK, _ROWS_PER_BLOCK = 40, 32  # the optimizer's kernels: five int64 per block of rows
+_BYTES_PER_BLOCK, _ROWS_PER_BLOCK = 88, 32  # the kernels: eleven int64 per block of rows
 _FLOAT32 = 4
 _MOMENTS = 2 * _FLOAT32  # Adam's
 # The optimizer's mode keeps of each vector its stored parts and γ, and the gradients of both, in float32.

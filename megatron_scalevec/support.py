@@ -70,7 +70,8 @@ def _tensor_parallel(args: Any) -> int:
     return int(getattr(args, "tensor_model_parallel_size", None) or 1)
 
 
-def _expert_tensor_parallel(args: Any) -> int:
+def expert_tensor_parallel(args: Any) -> int:
+    """Ranks that share each routed expert, from Megatron's arguments."""
     return int(getattr(args, "expert_tensor_parallel_size", None) or _tensor_parallel(args))
 
 
@@ -156,7 +157,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args, _: (
             _has_experts(args)
             and bool(getattr(args, "moe_mlp_glu_interleave_size", None))
-            and _expert_tensor_parallel(args) > 1
+            and expert_tensor_parallel(args) > 1
         ),
         "with gate and up rows that take turns (--moe-mlp-glu-interleave-size) on several expert-tensor-"
         "parallel ranks, Megatron saves halves of each rank's rows as gate and up, so that another layout "
@@ -211,7 +212,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "experts-tensor-parallel",
         lambda args, _: (
-            _has_experts(args) and _expert_tensor_parallel(args) not in (1, _tensor_parallel(args))
+            _has_experts(args) and expert_tensor_parallel(args) not in (1, _tensor_parallel(args))
         ),
         "with --expert-tensor-parallel-size other than 1 and --tensor-model-parallel-size, this Megatron "
         "counts parameters of experts wrongly in the gradient norm",
@@ -435,6 +436,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "learning rate alone are mixed up when the optimizer state is loaded",
         "drop that flag",
         versions="<0.19",
+    ),
+    Refusal(
+        "telemetry-of-offloaded-masters",
+        lambda args, config: (
+            given("scalevec_log_interval", "scalevec_log")(args, config)
+            and bool(getattr(args, "optimizer_cpu_offload", False))
+        ),
+        "--scalevec-log-interval reads masters and gradients on the device, and --optimizer-cpu-offload has "
+        "them in the host's memory",
+        "drop one of the two",
     ),
     Refusal(
         "meta-device-init",

@@ -45,8 +45,8 @@ def test_in_the_optimizer_per_step_and_shard():
     assert found.seconds == pytest.approx(4.789e-5, rel=1e-3)
     assert found.folded_weights == 0
     assert found.flops_per_step == 9 * 8_912_896
-    # Stored parts, γ, and the gradients of both in float32; five int64 for 32 rows.
-    assert found.beside_the_vectors == 16 * 20480 + 34816 / 32 * 40
+    # Stored parts, γ, and the gradients of both in float32; eleven int64 for 32 rows.
+    assert found.beside_the_vectors == 16 * 20480 + 34816 / 32 * 88
     assert found.parameters_and_state == 20480 * (2 + 4 + 12 / 16) - 8192 * (4 + 12 / 16) == 99_328
     assert found == cost(LAYER, Schedule(microbatches=1, in_flight=1, state_shards=16), "optimizer")
 

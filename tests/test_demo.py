@@ -132,6 +132,22 @@ def test_log_is_read(tmp_path):
     assert not reader.poll()
 
 
+def test_the_second_step_of_a_process_has_its_own_loss(tmp_path):
+    """Megatron prints the mean of a process's first two steps there, also where a run goes on."""
+    start = "  seq_length ........ 16\n  seed ........ 1\n"
+    lines = [start]
+    for step, loss in ((1, 5.0), (2, 4.5), (3, 3.5)):
+        lines.append(ITERATION.format(step=step, ms=1, loss=loss) + "\n")
+    lines.append(start)
+    for step, loss in ((3, 3.5), (4, 3.25), (5, 2.0)):
+        lines.append(ITERATION.format(step=step, ms=1, loss=loss) + "\n")
+    path = tmp_path / "log"
+    path.write_text("".join(lines))
+    reader = LogReader(path)
+    reader.poll()
+    assert reader.training == {1: 5.0, 2: 4.0, 3: 3.5, 4: 3.0, 5: 2.0}
+
+
 def test_log_is_read_while_it_grows(tmp_path):
     path = tmp_path / "log"
     whole = LogReader(path)

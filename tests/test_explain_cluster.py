@@ -56,6 +56,32 @@ def test_stages_and_what_they_cost(ranks):
     assert "One rank of each pipeline stage (2 of 2 ranks built" in found["text"]
 
 
+def test_experts_that_the_optimizer_folds(ranks):
+    """Four ranks share the optimizer's state of the dense weights, two that of an expert's."""
+    argv = tiny_gpt("mixtral", *EXPERT_LAYOUTS["ep2-dp2"][1], "--bf16", "--scalevec-strategy", "hg")
+    [found] = ranks.run("explain_line", arguments=[*argv, "--scalevec-execution", "optimizer"], of=4)
+    assert found["error"] is None and found["problems"] == []
+    [stage] = found["stages"]
+    # Of the whole model: q/k/v, router and four experts in each of four layers; two experts on a rank.
+    assert found["whole_model"]["linears_converted"] == 4 * (2 + 4) and stage["linears"] == 4 * (2 + 2)
+    dense, experts = 4 * (64 + 4) * 32, 4 * 2 * 64 * 32
+    cost = stage["costs"]["optimizer"]
+    assert cost["fold_per_step"] == (4 + 2) * (dense / 4 + experts / 2)
+    assert cost["split_per_step"] == 3 * 4 * (dense / 4 + experts / 2)
+    assert cost["index_maps"] == 40 * 4 * (64 + 4 + 2 * 64) / 32
+    # Vectors of 32: q, k, v and router, and gate and up of two experts. Two norm scales of a layer go.
+    vectors, of_experts, retired = 4 * 4 * 32, 4 * 2 * 2 * 32, 4 * 2 * 32
+    assert cost["tables"] == 16 * (vectors + of_experts)
+    state = (vectors - retired) * (4 + 12 / 4) + of_experts * (4 + 12 / 2)
+    assert cost["parameters_and_state"] == 2 * (vectors + of_experts) + state
+    assert "execution optimizer in all layers" in found["text"]
+    # In the forward pass nothing is shared: each microbatch reads W and writes W_eff.
+    [formed] = ranks.run("explain_line", arguments=[*argv, "--scalevec-execution", "autograd"], of=4)
+    assert formed["stages"][0]["linears"] == stage["linears"]
+    assert formed["stages"][0]["costs"] == stage["costs"]
+    assert stage["costs"]["autograd"]["fold_per_step"] == 2 * 2 * (dense + experts)
+
+
 @pytest.mark.parametrize(
     ("model", "layout", "built"),
     [("llama", LAYOUTS["tp2"], (2, 4)), ("mixtral", EXPERT_LAYOUTS["ep2"], (2, 4))],

@@ -107,12 +107,16 @@ def test_models_that_stock_cannot_express_are_refused(ranks, tmp_path):
     assert results[0]["initial"] == [] and results[1]["initial"] == []
 
 
+TURNS = {"moe_mlp_glu_interleave_size": 4, "moe_grouped_gemm": True, "swiglu": True}
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [
-        ({"moe_latent_size": 8}, "experts behind a latent projection"),
         ({"moe_single_grouped_weight": True}, "experts in one tensor"),
-        ({"moe_mlp_glu_interleave_size": 4}, "experts with interleaved rows"),
+        ({"use_grouped_gemm_for_shared_expert": True}, "shared experts in a grouped kernel"),
+        ({**TURNS, "expert_tensor_parallel_size": 2}, "gate and up rows that take turns"),
+        ({**TURNS, "tensor_model_parallel_size": 2}, "gate and up rows that take turns"),
         ({"hybrid_layer_pattern": "MD|*-"}, "hybrid layers of kind D"),
         ({"is_hybrid_model": True}, "hybrid layers of kind unknown"),
         ({"hybrid_layer_pattern": "M*-/*-"}, "multi-token prediction in a hybrid model"),
@@ -126,6 +130,9 @@ def test_models_of_other_kinds_are_refused(arguments, kind):
     with pytest.raises(ScaleVecError, match=rf"holds {kind}.*, which cannot be folded or unfolded yet"):
         commands.refuse_kinds(SimpleNamespace(**arguments))
     commands.refuse_kinds(SimpleNamespace(num_experts=8, hybrid_layer_pattern="M*-|GE+"))
+    one_by_one = {**TURNS, "moe_grouped_gemm": False, "expert_tensor_parallel_size": 2}
+    for served in (TURNS, one_by_one, {"moe_latent_size": 8}):
+        commands.refuse_kinds(SimpleNamespace(**served))
 
 
 def test_a_model_folds_in_place(ranks):

@@ -127,6 +127,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "meta-device-init": {"init_model_with_meta_device": True},
         "fused-qkv-rope": {"fused_single_qkv_rope": True},
         "qk-l2-norm": {"qk_l2_norm": True},
+        "telemetry-of-offloaded-masters": {"optimizer_cpu_offload": True, "scalevec_log": "t.jsonl"},
         "learning-rates-on-resume": {},
         "float32-vectors": {"bf16": True, "use_distributed_optimizer": False},
     }
@@ -192,6 +193,8 @@ def test_flags_are_frozen():
         "--scalevec-sites",
         "--scalevec-audit",
         "--scalevec-debug-replicas",
+        "--scalevec-log-interval",
+        "--scalevec-log",
         "--scalevec-cpu",
     ]
 

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as distributed_checkpoint
 from rich.console import Console
 from test_demo import LOG
 
@@ -24,7 +26,7 @@ from megatron_scalevec.study.display import StudyDisplay, clock, remaining_steps
 from megatron_scalevec.study.options import Options, parse
 from megatron_scalevec.study.plan import Job, cells, tuning_of, unplanned_runs, wanted
 from megatron_scalevec.study.report import make_report, markdown, write_study_report
-from megatron_scalevec.study.running import JobQueue, run_of
+from megatron_scalevec.study.running import JobQueue, prepare, run_of
 from megatron_scalevec.study.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -273,6 +275,22 @@ def test_two_studies_do_not_write_into_one_folder(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("said, saved, kept", [("8", (8, 16), "8"), ("", (8, 16), "16"), ("", (), None)])
+def test_a_kill_while_megatron_names_its_checkpoint(tmp_path, said, saved, kept):
+    """A name stays; where it was being written, the last whole checkpoint is it, never a torn one."""
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    tracker = checkpoints / "latest_checkpointed_iteration.txt"
+    tracker.write_text(said)
+    for iteration in saved:
+        folder = checkpoints / f"iter_{iteration:07}"
+        distributed_checkpoint.save({"w": torch.zeros(2)}, checkpoint_id=folder, no_dist=True)
+        (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (checkpoints / "iter_0000024").mkdir()
+    prepare(tmp_path)
+    assert (tracker.read_text() if tracker.exists() else None) == kept
+
+
 ITERATION_LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ \|")
 LOADED = re.compile(r"successfully loaded checkpoint .*at iteration\s+(\d+)")
 
@@ -280,7 +298,6 @@ LOADED = re.compile(r"successfully loaded checkpoint .*at iteration\s+(\d+)")
 @pytest.mark.needs_training
 def test_a_killed_study_goes_on_and_ends_with_the_same_report(tmp_path):
     """SIGKILL, as from a machine that runs out of memory: no handler runs, and no run of it may live on."""
-    pytest.importorskip("matplotlib")
     interval = 8
     argv = (
         f"--arms hg --rates 4e-3 --seeds 1 --steps 48 --save-interval {interval} --layers 1 --hidden-size 64"
@@ -328,6 +345,10 @@ def test_a_killed_study_goes_on_and_ends_with_the_same_report(tmp_path):
             assert reached <= interval, "it began anew in spite of a checkpoint"
     assert resumed, "nothing was under way when it was killed"
     reports = [json.loads((folder / "report.json").read_text()) for folder in (whole, killed)]
+    # It is read off training losses, of which the log gives one to a last digit less where a run goes on.
+    ratios = [report["cells"][1].pop("token_ratio")["mean"] for report in reports]
+    assert ratios[0] == pytest.approx(ratios[1], rel=1e-5)
+    assert (whole / "report.md").read_text() == (killed / "report.md").read_text()
     assert reports[0] == reports[1] and reports[0]["complete"]
     assert (killed / "loss-adam.png").is_file()
     assert [run.label for run in read_runs(killed)] == ["stock", "hg"]
@@ -371,7 +392,6 @@ def fill(store, options, losses):
 
 
 def test_report(tmp_path):
-    pytest.importorskip("matplotlib")
     options = parse(
         ["--arms", "hg,unified,unified+branches-off=v", "--rates", "1e-3,2e-3,4e-3", "--steps", "60"]
     )

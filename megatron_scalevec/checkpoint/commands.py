@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.hybrid_layers import HYBRID_PARTS, hybrid_pattern
+from megatron_scalevec.support import expert_tensor_parallel
 
 __all__ = ["fold_checkpoint", "main", "refuse_kinds", "unfold_checkpoint"]
 
@@ -153,9 +154,8 @@ def _say_no_optimizer(say: Callable[[str], None]) -> None:
 
 
 _KINDS = {
-    "experts behind a latent projection": ("moe_latent_size",),
     "experts in one tensor": ("moe_single_grouped_weight",),
-    "experts with interleaved rows": ("moe_mlp_glu_interleave_size",),
+    "shared experts in a grouped kernel": ("use_grouped_gemm_for_shared_expert",),
     "experimental attention": ("experimental_attention_variant",),
     "a legacy model": ("use_legacy_models",),
 }
@@ -172,7 +172,15 @@ def refuse_kinds(args: argparse.Namespace) -> None:
     Raises:
         ScaleVecError: It holds a model of another kind.
     """
+    from megatron_scalevec.checkpoint.tables import rows_that_take_turns
+
     kinds = [kind for kind, names in _KINDS.items() if any(getattr(args, name, None) for name in names)]
+    # Halves of each rank's rows were saved as gate and up, whichever they are.
+    if rows_that_take_turns(args) and expert_tensor_parallel(args) > 1:
+        kinds.append(
+            "gate and up rows that take turns (--moe-mlp-glu-interleave-size), saved by several "
+            "expert-tensor-parallel ranks"
+        )
     for kind in (*kinds, *_hybrid_kinds(args)):
         raise ScaleVecError(
             f"the checkpoint holds {kind}, which cannot be folded or unfolded yet; train on with the "

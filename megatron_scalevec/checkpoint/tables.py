@@ -18,6 +18,7 @@ from typing import Any
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.fold import (
     RowMap,
+    alternating_fc1_row_map,
     fc1_row_map,
     interleaved_row_map,
     qkv_row_map,
@@ -34,6 +35,7 @@ __all__ = [
     "find_linears",
     "find_norms",
     "of_experts",
+    "rows_that_take_turns",
     "sites_by_norm",
 ]
 
@@ -58,7 +60,7 @@ class Dimensions:
     """What the rows of a model's linears depend on.
 
     ``groups`` of queries: None where layers differ in them, so that a weight's rows tell. ``latent``: of
-    latent attention, None without it.
+    latent attention, None without it. ``turns``: as :func:`rows_that_take_turns` says.
     """
 
     heads: int
@@ -69,6 +71,7 @@ class Dimensions:
     layernorm: bool
     output_gate: bool
     latent: LatentDimensions | None
+    turns: int | None
 
     @classmethod
     def of(cls, args: Any) -> Dimensions:
@@ -85,11 +88,12 @@ class Dimensions:
                 heads=heads,
                 groups=None if any(getattr(args, name, None) for name in _HETEROGENEOUS) else groups,
                 head_dim=getattr(args, "kv_channels", None) or args.hidden_size // heads,
-                gated=bool(args.swiglu) or any(getattr(args, name, False) for name in _GATED),
+                gated=_is_gated(args),
                 zero_centered=bool(getattr(args, "apply_layernorm_1p", False)),
                 layernorm=getattr(args, "normalization", "LayerNorm") == "LayerNorm",
                 output_gate=bool(getattr(args, "attention_output_gate", False)),
                 latent=LatentDimensions.of(args) if getattr(args, "multi_latent_attention", False) else None,
+                turns=rows_that_take_turns(args),
             )
         except AttributeError as error:
             raise ScaleVecError(
@@ -100,6 +104,24 @@ class Dimensions:
 
 # Flags other than --swiglu that make an MLP of two branches.
 _GATED = ("quick_geglu", "gated_linear_unit")
+
+
+def _is_gated(args: Any) -> bool:
+    return bool(args.swiglu) or any(getattr(args, name, False) for name in _GATED)
+
+
+def rows_that_take_turns(args: Any) -> int | None:
+    """How many rows of gate and of up take turns in routed experts; None where all of the gate's come first.
+
+    Only grouped linears heed the setting, which local layers do not have.
+
+    Args:
+        args: Megatron's arguments in a checkpoint.
+    """
+    grouped = getattr(args, "moe_grouped_gemm", False) and getattr(args, "transformer_impl", None) != "local"
+    size = getattr(args, "moe_mlp_glu_interleave_size", None)
+    return int(size) if size and grouped and _is_gated(args) else None
+
 
 _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 
@@ -112,7 +134,8 @@ class LinearKind:
     map of the whole weight's rows from their number. ``norms``: stems of the keys that the norm before it
     may have, in ``{path}`` or in the ``{layer}`` around it; empty where none feeds it. ``norm_feeds_others``
     and ``norm_fits`` as in :func:`megatron_scalevec.decisions.plan_linear`. ``needs_norm``: whether it gets
-    vectors only where there is a norm.
+    vectors only where there is a norm. ``on_latents``: whether it is of a layer whose experts see latents of
+    the tokens; None where that makes no difference.
     """
 
     site: str
@@ -123,6 +146,7 @@ class LinearKind:
     norm_feeds_others: bool = False
     norm_fits: bool = True
     needs_norm: bool = False
+    on_latents: bool | None = None
     weight: str = "weight"
 
     @property
@@ -230,8 +254,12 @@ def _fc1(dimensions: Dimensions, rows: int) -> RowMap:
 
 def _expert_fc1(prefix: str) -> Callable[[Dimensions, int], RowMap]:
     def rows(dimensions: Dimensions, rows: int) -> RowMap:
-        dense = _fc1(dimensions, rows)
-        return dataclasses.replace(dense, branches=tuple(f"{prefix}_{name}" for name in dense.branches))
+        if dimensions.turns and prefix == "expert":
+            block = dimensions.turns
+            own = alternating_fc1_row_map(ffn_hidden_size=rows // 2, block=block, tp_rank=0, tp_size=1)
+        else:
+            own = _fc1(dimensions, rows)
+        return dataclasses.replace(own, branches=tuple(f"{prefix}_{name}" for name in own.branches))
 
     return rows
 
@@ -248,6 +276,7 @@ def of_experts(key: str) -> bool:
     return _EXPERTS.search(key) is not None
 
 
+_TO_LATENTS = "fc1_latent_proj"
 _ROUTED = r"mlp\.experts\.experts\.(\d+\.)?"
 
 _BEFORE_ATTENTION = ("{path}.layer_norm_", "{layer}.input_layernorm.")
@@ -288,7 +317,10 @@ LINEARS = (
     _up_projection("kv", _kv_up),
     LinearKind("mlp", r"mlp\.linear_fc1", _fc1, _BEFORE_MLP),
     LinearKind("mlp", r"mlp\.router", _whole("router"), **_OF_MIXTURE),
-    LinearKind("mlp", rf"{_ROUTED}linear_fc1", _expert_fc1("expert"), **_OF_MIXTURE),
+    LinearKind("mlp", rf"{_ROUTED}linear_fc1", _expert_fc1("expert"), **_OF_MIXTURE, on_latents=False),
+    LinearKind("projections", rf"{_ROUTED}linear_fc1", _expert_fc1("expert"), on_latents=True),
+    LinearKind("mlp", rf"mlp\.{_TO_LATENTS}", _whole("latent_down"), **_OF_MIXTURE),
+    LinearKind("projections", r"mlp\.fc2_latent_proj", _whole("latent_up")),
     LinearKind("mlp", r"mlp\.shared_experts\.linear_fc1", _expert_fc1("shared"), **_OF_MIXTURE),
     LinearKind(
         "mlp", r"mlp\.shared_experts", _whole("shared_expert_gate"), **_OF_MIXTURE, weight="gate_weight"
@@ -335,6 +367,8 @@ def find_linears(keys: Iterable[str]) -> list[Site]:
             match = re.search(rf"\.{kind.suffix}\.{re.escape(kind.weight)}$", key)
             if match:
                 path, layer = key.removesuffix(f".{kind.weight}"), key[: match.start()]
+                if kind.on_latents not in (None, f"{layer}.mlp.{_TO_LATENTS}.weight" in known):
+                    continue
                 stems = [stem.format(path=path, layer=layer) for stem in kind.norms]
                 norm = next((stem for stem in stems if f"{stem}weight" in known), None)
                 if norm is not None or not kind.needs_norm:

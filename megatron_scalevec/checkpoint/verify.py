@@ -21,7 +21,7 @@ from megatron_scalevec.checkpoint.draft import Draft
 from megatron_scalevec.checkpoint.fold import Folding
 from megatron_scalevec.checkpoint.keys import GUARD_SHAPE
 from megatron_scalevec.checkpoint.store import Box, CheckpointReader
-from megatron_scalevec.checkpoint.tables import find_linears
+from megatron_scalevec.checkpoint.tables import find_linears, rows_that_take_turns
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.hybrid_layers import hybrid_pattern
@@ -62,6 +62,10 @@ def verify(source: Path, result: Path) -> Finding:
     found, why = None, f"the model has more than {LOGITS_LIMIT >> 30} GiB"
     if hybrid_pattern(reader.args) is not None:
         why = "the layers of a hybrid model need a GPU's kernels"
+    elif getattr(reader.args, "moe_latent_size", None):
+        why = "the projections around experts on latents are TransformerEngine's"
+    elif rows_that_take_turns(reader.args):
+        why = "local layers know no gate and up rows that take turns"
     elif size <= LOGITS_LIMIT:
         found, why = compare_logits(source, result)
     if found is None:

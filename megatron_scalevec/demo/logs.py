@@ -51,6 +51,8 @@ class LogReader:
         self.arguments: dict[str, str] = {}
         """``seq_length``, ``seed`` and ``scalevec_strategy`` as Megatron prints them."""
         self.step = 0
+        self._starting = False
+        self._first: tuple[int, float] | None = None
         self._offset = 0
         self._rest = b""
 
@@ -81,6 +83,7 @@ class LogReader:
                 self.final_validation = loss
         elif match := _ARGUMENT.search(line):
             self.arguments[match[1]] = match[2]
+            self._starting = True
         elif match := _MEMORY.search(line):
             # CPU mode reports none.
             self.memory_megabytes = max(self.memory_megabytes or 0.0, _number(match[1]) or 0.0) or None
@@ -91,12 +94,25 @@ class LogReader:
         loss = _number(fields.get("lm loss"))
         time = _number(fields.get("elapsed time per iteration (ms)"))
         if loss is not None:
-            self.training[step] = loss
+            self.training[step] = self._own(step, loss)
         if (samples := _number(fields.get("consumed samples"))) is not None:
             self.samples[step] = int(samples)
         if time is not None:
             self.step_times[step] = time
         self.step = max(self.step, step)
+
+    def _own(self, step: int, loss: float) -> float:
+        """The loss of this step alone.
+
+        Megatron does not start its sums anew after a process's first step, so that what it prints at the
+        second is the mean of both: of a run that went on as of one that starts.
+        """
+        first, self._first = self._first, None
+        if self._starting:
+            self._starting, self._first = False, (step, loss)
+        elif first is not None and step == first[0] + 1:
+            return round(2 * loss - first[1], 6)
+        return loss
 
 
 def _number(text: str | None) -> float | None:

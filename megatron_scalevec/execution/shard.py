@@ -21,6 +21,7 @@ __all__ = [
     "Part",
     "Run",
     "Scales",
+    "column_squares",
     "fold_into",
     "fold_parts",
     "rectangles",
@@ -109,6 +110,12 @@ def rectangles(
 def _pieces(tensor: torch.Tensor, start: int, columns: int, runs: Sequence[Run]) -> Iterator[_Rectangle]:
     elements = _ELEMENTS.get(tensor.device.type, _ELEMENTS["cuda"])
     return rectangles(start, start + tensor.numel(), columns, runs, elements)
+
+
+def _scratch(like: torch.Tensor, columns: int) -> torch.Tensor:
+    """Room for any of the pieces: one allocation for all of them."""
+    most = max(columns, _ELEMENTS.get(like.device.type, _ELEMENTS["cuda"]))
+    return like.new_empty(min(like.numel(), most))
 
 
 def _factors(scales: Scales, piece: _Rectangle) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -209,10 +216,11 @@ def split_gradient(
         scales: The vectors.
         sums: float64, shaped as ``scales``, None in the same places; added to.
     """
+    scratch = _scratch(master, columns)
     for piece in _pieces(grad, start, columns, runs):
         g, w = grad[piece.flat].view(piece.shape), master[piece.flat].view(piece.shape)
         inner, outer = _factors(scales, piece)
-        by_weight = g * w
+        by_weight = torch.mul(g, w, out=scratch[: g.numel()].view(piece.shape))
         if outer is not None:
             over_columns = by_weight.sum(1) if inner is None else torch.mv(by_weight, inner)
             sums.outer[piece.branch][piece.channels] += over_columns
@@ -222,6 +230,24 @@ def split_gradient(
             g.mul_(inner)
         if outer is not None:
             g.mul_(outer[:, None])
+
+
+def column_squares(
+    master: torch.Tensor,
+    start: int,
+    columns: int,
+    runs: Sequence[Run],
+    sums: Sequence[torch.Tensor | None],
+) -> None:
+    """Add the shard's share of Σ_rows W² of each branch to ``sums``.
+
+    ``sums``: float64 [columns] for each branch, None for one that is left out; the other arguments are those
+    of :func:`split_gradient`.
+    """
+    for piece in _pieces(master, start, columns, runs):
+        if sums[piece.branch] is not None:
+            own = master[piece.flat].view(piece.shape)
+            sums[piece.branch][piece.columns] += (own * own).sum(0)
 
 
 def fold_into(
@@ -236,13 +262,15 @@ def fold_into(
 
     ``live`` and ``master``: [shard]; the rest as for :func:`split_gradient`.
     """
+    scratch = _scratch(master, columns)
     for piece in _pieces(master, start, columns, runs):
         w = master[piece.flat].view(piece.shape)
+        folded = scratch[: w.numel()].view(piece.shape)
         inner, outer = _factors(scales, piece)
         if inner is not None:
-            w = w * inner
+            w = torch.mul(w, inner, out=folded)
         if outer is not None:
-            w = w * outer[:, None] if inner is None else w.mul_(outer[:, None])
+            w = torch.mul(w, outer[:, None], out=folded)
         live[piece.flat].view(piece.shape).copy_(w)
 
 

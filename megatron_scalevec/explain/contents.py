@@ -22,10 +22,10 @@ from megatron_scalevec.audit import (
     unsharded_numel,
 )
 from megatron_scalevec.audit.groups import ELEMENTWISE, GroupOfParameter
+from megatron_scalevec.checkpoint.guard import scaled_weights
 from megatron_scalevec.cost import Cost, Holding, cost
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.explain.dry_run import DryRun
-from megatron_scalevec.layers.common import Folded
 from megatron_scalevec.vectors import was_added
 
 __all__ = ["Explanation", "Parameters", "Stage", "Tensors", "look_at"]
@@ -175,22 +175,22 @@ def look_at(run: DryRun, *, every_rank: bool = False, bytes_per_second: float = 
 
 
 def _stage(run: DryRun, rank: int, chunks: list[Any], bytes_per_second: float) -> Stage:
-    holding = _holding(chunks)
-    schedule = run.schedule()
+    weights = [chunk.get_parameter(name) for chunk in chunks for name in scaled_weights(chunk)]
+    schedules = {of_experts: run.schedule(of_experts=of_experts) for of_experts in (False, True)}
     costs = {}
-    if holding.weights and bytes_per_second:
-        costs = {mode: cost(holding, schedule, mode, bytes_per_second) for mode in ("autograd", "optimizer")}
+    if weights and bytes_per_second:
+        for mode in ("autograd", "optimizer"):
+            dense, experts = (
+                cost(_holding(chunks, weights, of_experts), schedule, mode, bytes_per_second)
+                for of_experts, schedule in schedules.items()
+            )
+            costs[mode] = dense + experts
     return Stage(
         rank=rank,
         layers=_layers(chunks),
         parameters=_count(chunks, whole=False),
-        linears=sum(
-            len(module.scaled_weights())
-            for chunk in chunks
-            for module in chunk.modules()
-            if isinstance(module, Folded)
-        ),
-        in_flight=schedule.in_flight,
+        linears=len(weights),
+        in_flight=schedules[False].in_flight,
         costs=costs,
     )
 
@@ -206,22 +206,40 @@ def _compare_with_stage(run: DryRun, rank: int, stages: dict[int, Stage]) -> Non
         )
 
 
-def _holding(chunks: Iterable[Any]) -> Holding:
-    """What the rank folds and what it gains, for the cost formulas."""
-    weights = rows = weight_bytes = vectors = vector_bytes = retired = 0
+def _holding(chunks: Iterable[Any], weights: Iterable[torch.nn.Parameter], of_experts: bool) -> Holding:
+    """What the rank folds and what it gains, for the cost formulas.
+
+    Args:
+        chunks: The rank's.
+        weights: Those among its parameters that are folded.
+        of_experts: Whether to count the parameters whose optimizer state the expert-data-parallel ranks
+            share, or the others.
+    """
+
+    def counts(param: torch.nn.Parameter) -> bool:
+        return getattr(param, "allreduce", True) != of_experts
+
+    folded = [weight for weight in weights if counts(weight)]
+    weight_bytes = max((weight.element_size() for weight in folded), default=0)
+    vectors = vector_bytes = retired = 0
     for chunk in chunks:
-        for module in chunk.modules():
-            for weight in module.scaled_weights() if isinstance(module, Folded) else ():
-                weights += weight.numel()
-                rows += weight.shape[0]
-                weight_bytes = max(weight_bytes, weight.element_size())
         for name, param in chunk.named_parameters():
+            if not counts(param):
+                continue
             if was_added(param) and param.requires_grad:
                 vectors += param.numel()
                 vector_bytes = max(vector_bytes, param.element_size())
             elif not param.requires_grad and param.dim() == 1 and _NORM_SCALE.search(name):
                 retired += param.numel()
-    return Holding(weights, rows, weight_bytes, vectors, vector_bytes, retired)
+                weight_bytes = max(weight_bytes, param.element_size())
+    return Holding(
+        weights=sum(weight.numel() for weight in folded),
+        rows=sum(weight.shape[0] for weight in folded),
+        weight_bytes=weight_bytes,
+        vectors=vectors,
+        vector_bytes=vector_bytes,
+        retired=retired,
+    )
 
 
 def _count(chunks: Iterable[Any], *, whole: bool) -> Parameters:

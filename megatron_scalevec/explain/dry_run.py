@@ -72,8 +72,12 @@ class DryRun:
         )
         return sorted({rank for group in groups for rank in torch.distributed.get_process_group_ranks(group)})
 
-    def schedule(self) -> Schedule:
-        """What the cost formulas need to know of the run, as it is for the present rank."""
+    def schedule(self, *, of_experts: bool = False) -> Schedule:
+        """What the cost formulas need to know of the run, as it is for the present rank.
+
+        Args:
+            of_experts: For the parameters of routed experts, whose optimizer state fewer ranks share.
+        """
         from megatron.core import parallel_state
 
         args = self.args
@@ -83,10 +87,17 @@ class DryRun:
         chunks = args.virtual_pipeline_model_parallel_size or 1
         sharded = getattr(args, "use_distributed_optimizer", False)
         half = args.bf16 or args.fp16
+        # Of one instance of the distributed optimizer, of which there may be several.
+        if of_experts:
+            sharing = parallel_state.get_expert_data_parallel_world_size(partial_expert_data_parallel=True)
+        else:
+            sharing = parallel_state.get_data_parallel_world_size(
+                with_context_parallel=True, partial_data_parallel=True
+            )
         return Schedule(
             microbatches=microbatches,
             in_flight=microbatches_in_flight(microbatches, stage, stages, chunks),
-            state_shards=args.data_parallel_size * args.context_parallel_size if sharded else 1,
+            state_shards=sharing if sharded else 1,
             gradient_bytes=2 if half and not args.accumulate_allreduce_grads_in_fp32 else 4,
             master_weights=half,
             full_recompute=args.recompute_granularity == "full",

@@ -13,6 +13,7 @@ from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.choice import choose_execution
 from megatron_scalevec.integration.arguments import (
+    LOG_INTERVAL,
     MODEL_FLAGS,
     add_arguments,
     merge_command_line,
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 AUDIT_FILE = "scalevec_audit.json"
+LOG_FILE = "scalevec_telemetry.jsonl"
 
 
 def add_our_arguments(_: Session, original):
@@ -60,9 +62,11 @@ def validate(current: Session, original):
             refuse_unsupported(args, config, current.version)
         if current.cpu:
             _choose_for_cpu(current, args, config)
+        _settle_telemetry(current, args, config)
         if not current.describing:
             _require_data(args)
             _require_audit_file(args, config)
+            _require_log_file(current, args)
         # Before Megatron's own validation, whose complaints would send the user in another direction;
         # and after it, when derived values are known and YAML sections are flat.
         refuse_unsupported(args, config, current.version)
@@ -164,12 +168,48 @@ def _require_audit_file(args: Any, config: ScaleVecConfig) -> None:
             f"--scalevec-audit {path} has nothing to say about a stock model; add --scalevec-strategy, for "
             "example hg, or drop it."
         )
+    _require_writable("--scalevec-audit", path)
+
+
+def _settle_telemetry(current: Session, args: Any, config: ScaleVecConfig) -> None:
+    """Decide how often is logged, and to which file.
+
+    Raises:
+        ScaleVecError: There is nothing to log, or nowhere to log it to.
+    """
+    file, interval = getattr(args, "scalevec_log", None), getattr(args, "scalevec_log_interval", None)
+    current.log_interval = current.log_file = None
+    if file is None and interval is None:
+        return
+    if not config.active and not getattr(args, "spec", None):  # a spec may bring a strategy
+        raise ScaleVecError(
+            "--scalevec-log-interval and --scalevec-log have nothing to say about a stock model; add "
+            "--scalevec-strategy, for example hg, or drop them."
+        )
+    if file is None and getattr(args, "save", None):
+        file = os.path.join(args.save, LOG_FILE)
+    if file is None and not (getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None)):
+        raise ScaleVecError(
+            f"--scalevec-log-interval {interval} has nowhere to log to: add --scalevec-log FILE, --save, "
+            "--tensorboard-dir or --wandb-project."
+        )
+    current.log_interval = LOG_INTERVAL if interval is None else interval
+    current.log_file = file
+
+
+def _require_log_file(current: Session, args: Any) -> None:
+    """Stop for a file that could not be written, before anything has been built."""
+    if current.log_file is not None and getattr(args, "scalevec_log", None) is not None:
+        _require_writable("--scalevec-log", current.log_file)
+
+
+def _require_writable(flag: str, path: str) -> None:
     folder = os.path.dirname(os.path.abspath(path))
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         why = "is a folder" if os.path.isdir(path) else f"cannot be created in {folder}"
-        raise ScaleVecError(f"--scalevec-audit {path} {why}; give the name of a file to write.")
+        raise ScaleVecError(f"{flag} {path} {why}; give the name of a file to write.")
 
 
 def _prefixes(value: Any) -> list[str]:

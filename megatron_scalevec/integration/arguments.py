@@ -21,6 +21,7 @@ from megatron_scalevec.errors import ScaleVecError
 
 __all__ = [
     "CPU_MODES",
+    "LOG_INTERVAL",
     "MODEL_FLAGS",
     "add_arguments",
     "flags_in",
@@ -31,8 +32,12 @@ __all__ = [
     "strategy_comes_later",
 ]
 
+LOG_INTERVAL = 100
 CPU_MODES = ("auto", "on", "off")
 PREFIX = "--scalevec-"
+
+# Flags of one launch that are for the hooks, beside --scalevec-cpu, which is for the launcher.
+_LAUNCH_FLAGS = ("execution", "audit", "debug_replicas", "log_interval", "log")
 
 # Flags that say what is built. They travel in YAML files and checkpoints; the others belong to one launch.
 MODEL_FLAGS = (
@@ -138,6 +143,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "and expert-parallel ranks have, bit for bit, and stop if they differ. Default: never.",
     )
     group.add_argument(
+        f"{PREFIX}log-interval",
+        type=_number_of_steps,
+        nargs="?",
+        const=LOG_INTERVAL,
+        metavar="N",
+        help="every N steps, log how the scale vectors develop: to Megatron's TensorBoard and W&B writers, "
+        f"where there are some, and to a file of JSON lines. Without a number: {LOG_INTERVAL}. "
+        "Default: never.",
+    )
+    group.add_argument(
+        f"{PREFIX}log",
+        metavar="FILE",
+        help="the file of JSON lines; by default scalevec_telemetry.jsonl in the --save folder. Named "
+        f"without {PREFIX}log-interval, it is written every {LOG_INTERVAL} steps.",
+    )
+    group.add_argument(
         f"{PREFIX}cpu",
         type=_named(f"value for {PREFIX}cpu", CPU_MODES),
         metavar="|".join(CPU_MODES),
@@ -200,7 +221,7 @@ def merge_command_line(args: Any, command_line: argparse.Namespace) -> list[str]
         ScaleVecError: The script passed another value than the command line says.
     """
     added = []
-    for name in (*MODEL_FLAGS, "execution", "audit", "debug_replicas"):
+    for name in (*MODEL_FLAGS, *_LAUNCH_FLAGS):
         key = f"scalevec_{name}"
         given = getattr(command_line, key)
         if given is None:
@@ -247,13 +268,14 @@ def merge_yaml(args: Any, command_line: argparse.Namespace, path: str) -> None:
                 f"{flag} {given} was given with --yaml-cfg {path}, which replaces the command line and "
                 f"{state}: write '{key}: {given}' at the top level of that file."
             )
-    for name in ("execution", "audit", "debug_replicas", "cpu"):
+    for name in (*_LAUNCH_FLAGS, "cpu"):
         key = f"scalevec_{name}"
         if getattr(args, key, None) is None:
             setattr(args, key, getattr(command_line, key))
-    if args.scalevec_debug_replicas is not None:
-        try:
-            args.scalevec_debug_replicas = _number_of_steps(args.scalevec_debug_replicas)
-        except argparse.ArgumentTypeError as error:
-            raise ScaleVecError(f"scalevec_debug_replicas in {path}: {error}.") from None
+    for key in ("scalevec_debug_replicas", "scalevec_log_interval"):
+        if (written := getattr(args, key)) is not None:
+            try:
+                setattr(args, key, _number_of_steps(written))
+            except argparse.ArgumentTypeError as error:
+                raise ScaleVecError(f"{key} in {path}: {error}.") from None
     ScaleVecConfig.from_namespace(args)

@@ -195,6 +195,11 @@ def require_applied(current: Session, name: str) -> None:
             f"{name} ended without a step of Megatron's train_step, so --scalevec-debug-replicas compared "
             "nothing; call megatron_scalevec.replicas.check_replicas in your own loop."
         )
+    if (current.log_interval or current.log_file) and "telemetry" not in current.called:
+        raise ScaleVecError(
+            f"{name} ended without a step of Megatron's train_step, so --scalevec-log-interval logged "
+            "nothing; use megatron_scalevec.telemetry.Telemetry in your own loop."
+        )
     if not current.config.active or current.audit is not None:
         return
     what = (
@@ -369,5 +374,11 @@ HOOKS: tuple[Hook, ...] = (
         "megatron.training.training:train_step",
         _ALL,
         step_hooks.train_step,
+    ),
+    Hook(
+        "telemetry",
+        "megatron.training.training:train_step",
+        _ALL,
+        step_hooks.telemetry,
     ),
 )

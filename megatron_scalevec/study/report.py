@@ -278,7 +278,12 @@ def markdown(
         lines += ["", *_final_table(mine)]
         if optimizer in picture:
             lines += ["", f"![Loss against text read, {OPTIMIZERS[optimizer]}]({picture[optimizer]})"]
-        lines += ["", "Learning rates, and the validation losses of the short runs that chose them:", ""]
+        lines += [
+            "",
+            f"Learning rates, and the validation losses of the runs of {options['tuning_steps']} "
+            "steps that chose them:",
+            "",
+        ]
         lines += _tuning_table(mine)
         lines += ["", "Every run's validation loss:", "", *_runs_table(mine, options["seeds"])]
     lines += ["", f"{heading} How far this goes", ""]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_scalevec.checkpoint.layout import TRACKER_FILE, whole_iterations
 from megatron_scalevec.demo import model
 from megatron_scalevec.demo.logs import LogReader, diverged, failure_excerpt
 from megatron_scalevec.demo.report import median_step_time, tail_mean
@@ -18,7 +19,7 @@ from megatron_scalevec.study.options import Options
 from megatron_scalevec.study.plan import Job, wanted
 from megatron_scalevec.study.store import Store
 
-__all__ = ["JobQueue", "run_of"]
+__all__ = ["JobQueue", "prepare", "run_of"]
 
 _EVALUATED_TOKENS = 128 * 1024
 
@@ -77,7 +78,7 @@ class JobQueue:
         for job in wanted(self.options, self.losses):
             if job.name not in self.active:
                 run = run_of(job, self.options, self.store, self.split)
-                _prepare(self.store.work(job.name))
+                prepare(self.store.work(job.name))
                 self.active[job.name] = job, run
                 return run
         return None
@@ -99,10 +100,20 @@ class JobQueue:
         self.on_result(job, result)
 
 
-def _prepare(work: Path) -> None:
-    """Make the folder; an index that a killed run was writing is no good any more."""
+def prepare(work: Path) -> None:
+    """Make a run's folder, or put right what a killed run has left there.
+
+    An index that it was writing is no good any more. Megatron names the latest checkpoint in a file that it
+    empties before it writes it, once the checkpoint is whole; found empty, it would end the next run.
+    """
     shutil.rmtree(work / "cache", ignore_errors=True)
-    (work / "checkpoints").mkdir(parents=True, exist_ok=True)
+    checkpoints = work / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    tracker = checkpoints / TRACKER_FILE
+    if tracker.is_file() and not tracker.read_text().strip():
+        tracker.unlink()
+        if whole := whole_iterations(checkpoints):
+            tracker.write_text(str(whole[-1]))
 
 
 def _result(job: Job, run: Run, final: float | None) -> dict[str, Any]:

@@ -232,19 +232,23 @@ def _without_devices() -> None:
     """What NeMo's logger and Lightning ask for beside what CPU mode answers."""
     from lightning.pytorch.accelerators import CUDAAccelerator
     from nemo.lightning import nemo_logger
+    from nemo.lightning.io import pl as checkpoint_io
 
     # CPU mode makes the CPU look like a GPU, and Lightning is not to take it for one.
     CUDAAccelerator.is_available = staticmethod(lambda: False)
+    # After loading, tensors are sent to the GPU that must be there.
+    checkpoint_io._fix_tensors_device = lambda state: state
     nemo_logger.lcp = types.SimpleNamespace(LocalCheckpointCallback=type("LocalCheckpointCallback", (), {}))
 
 
-def pretrain(factory: str, yaml: str, folder: str, steps: int) -> dict[str, Any]:
+def pretrain(factory: str, yaml: str, folder: str, steps: int, stop_after: int) -> dict[str, Any]:
     """Run a recipe as ``nemo llm pretrain`` does: Lightning's loop, NeMo's strategy, mock data, checkpoints.
 
     Args:
         factory, yaml: The recipe, cut down to :data:`SMALL`.
         folder: For logs and checkpoints; a run goes on from the last one there, as recipes say.
-        steps: The last step of the run.
+        steps: The length of the run, which schedules look at.
+        stop_after: The step after which it stops, as one whose time is up.
 
     Returns:
         ``losses``, ``output`` (what rank 0 has printed), ``decays``, ``error``.
@@ -263,6 +267,7 @@ def pretrain(factory: str, yaml: str, folder: str, steps: int) -> dict[str, Any]
     class Record(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             losses.append(float(trainer.callback_metrics["reduced_train_loss"]))
+            trainer.should_stop = trainer.global_step >= stop_after
 
         def on_train_start(self, trainer, pl_module):
             names = {id(param): name for name, param in pl_module.module.named_parameters()}
@@ -293,8 +298,7 @@ def pretrain(factory: str, yaml: str, folder: str, steps: int) -> dict[str, Any]
     recipe.optim.config.params_dtype = torch.float32
     recipe.optim.config.use_distributed_optimizer = False
     recipe.optim.config.lr = 3e-3
-    # Schedules look at the length of the run, and a resumed one is to go on as one that never stopped.
-    recipe.optim.lr_scheduler = None
+    recipe.optim.lr_scheduler.warmup_steps = 2
     recipe.data = mock.MockDataModule(
         seq_length=32, tokenizer=_Numbers(), micro_batch_size=2, global_batch_size=4, num_workers=0
     )

@@ -8,9 +8,10 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "nemo.md"
 LINE = "model.config.transformer_layer_spec: megatron_scalevec.nemo.{}\n"
 
 
-def pretrain(nemo_ranks, folder, strategy, steps):
+def pretrain(nemo_ranks, folder, strategy, steps, stop_after=None):
     yaml = LINE.format(strategy) if strategy else "log.name: default\n"
-    [run] = nemo_ranks.run("pretrain", factory="llama32_1b", yaml=yaml, folder=str(folder), steps=steps)
+    lengths = {"steps": steps, "stop_after": stop_after or steps}
+    [run] = nemo_ranks.run("pretrain", factory="llama32_1b", yaml=yaml, folder=str(folder), **lengths)
     return run
 
 
@@ -28,7 +29,7 @@ def whole(nemo_ranks, folder):
 @pytest.fixture(scope="module")
 def half(nemo_ranks, folder):
     """Ten steps and a checkpoint."""
-    return pretrain(nemo_ranks, folder / "half", "unified", 10)
+    return pretrain(nemo_ranks, folder / "half", "unified", 20, stop_after=10)
 
 
 def test_the_recipe_trains_with_the_strategy(whole):

@@ -51,13 +51,14 @@ def main() -> None:
         len(launch.blocks)
         for launch in kernels._plan(tuple(cases["one vector for several weights"]), here).launches
     ]
+    # Within one launch; launches that follow each other may share a vector.
+    results["refused"] = refusals(whole)
     kernels.TEMPORARY_BYTES = 4 * COLUMNS * 3  # three blocks at once
     kernels._plan.cache_clear()
     results["several launches"] = compare([*cases["one vector for several weights"], *several])
     results["launches"] = [len(launch.blocks) for launch in kernels._plan((whole, narrow), here).launches]
     kernels.TEMPORARY_BYTES = 32 << 20  # all blocks at once
     kernels._plan.cache_clear()
-    results["refused"] = refusals(whole)
     trial.ELEMENTS = 3 * 2400  # two ends of each shard
     results["trial"] = {
         name: tried(passes, [whole, qkv(3333, TOTAL - 77, True, True), narrow])

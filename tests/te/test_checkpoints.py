@@ -38,6 +38,32 @@ def test_checkpoints_of_experts_unfold_and_fold(te_ranks, tmp_path):
             assert result["changed"] == [], case
 
 
+def test_checkpoints_of_experts_on_latents_and_of_rows_that_take_turns(te_ranks, tmp_path):
+    """The projections to the latents and back; gate and up rows in turns, four at a time."""
+    sites = "attention,mlp,head,projections"
+    grouped, turns = {"moe_grouped_gemm": True}, {"moe_mlp_glu_interleave_size": 4}
+    cases = [
+        {"kind": kind, "config": config, "train": train, "overrides": overrides}
+        for kind, overrides, config in (
+            ("latent", grouped, {"strategy": "unified-foldable"}),
+            ("latent", {**grouped, **turns}, {"strategy": "unified-foldable", "sites": sites}),
+            ("latent", {}, {"strategy": "dp", "experts": "shared", "sites": sites}),
+            ("mixtral", {**grouped, **turns}, {"strategy": "dp"}),
+            # A module for each expert has its rows in the ordinary order.
+            ("mixtral", turns, {"strategy": "hg"}),
+        )
+        for train in (False, True)
+    ]
+    [results] = te_ranks.run("round_trips", folder=str(tmp_path), cases=cases)
+    for case, result in zip(cases, results):
+        assert result["initial"] == [] and result["dtypes"] == [], case
+        assert result["unfolded"] < 1e-5 and result["folded"] < 1e-5 and result["product"] < 1e-5, case
+        if case["train"]:
+            assert result["other"] > 2e-2, case
+        else:
+            assert result["changed"] == [], case
+
+
 def test_checkpoints_of_latent_attention_unfold_and_fold(te_ranks, tmp_path):
     """Norms fused into the up-projections, and one down-projection, which is stored as two."""
     cases = [

@@ -16,4 +16,5 @@ from ranks.jobs.measuring import *  # noqa: F403
 from ranks.jobs.mixed_layers import *  # noqa: F403
 from ranks.jobs.optimizers import *  # noqa: F403
 from ranks.jobs.storing import *  # noqa: F403
+from ranks.jobs.telling import *  # noqa: F403
 from ranks.jobs.training import *  # noqa: F403

@@ -42,7 +42,7 @@ def arguments_of(config: Any, strategy: Any = None) -> argparse.Namespace:
         attention_output_gate=bool(getattr(config, "attention_output_gate", False)),
     )
     names = ["multi_latent_attention", "heterogeneous_layers_config_encoded_json", "mtp_num_layers"]
-    names.append("mla_down_proj_fusion")
+    names += ["mla_down_proj_fusion", "moe_latent_size", "moe_mlp_glu_interleave_size", "moe_grouped_gemm"]
     names += ["kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
     for name in names:
         setattr(args, name, getattr(config, name, None))

@@ -1,0 +1,151 @@
+"""Where telemetry goes: a file of JSON lines, and Megatron's TensorBoard and W&B writers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.telemetry.statistics import STATISTICS
+
+__all__ = ["JsonLines", "scalars", "write"]
+
+
+class JsonLines:
+    """A file with one JSON object a line, which a resumed run continues.
+
+    Args:
+        path: The file; folders on the way to it are made.
+        resumed_at: The last step that counts. Later ones in the file will be taken again and leave it, as
+            does a line that a killed run has not finished. A run that starts from the beginning (0) puts an
+            earlier file aside, under its name with a number.
+
+    Attributes:
+        notes: Sentences on what was done to a file that was there.
+
+    Raises:
+        ScaleVecError: The file cannot be written, or is none of ours.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resumed_at: int) -> None:
+        self._path = Path(path)
+        self.notes: list[str] = []
+        with self._speaking_of_errors():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists() and self._path.stat().st_size:
+                self._continue(resumed_at)
+
+    def _continue(self, resumed_at: int) -> None:
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        steps = [self._step(number, line) for number, line in enumerate(lines, 1)]
+        if resumed_at == 0:
+            names = (Path(f"{self._path}.{number}") for number in itertools.count(1))
+            aside = next(name for name in names if not name.exists())
+            os.rename(self._path, aside)
+            self.notes.append(f"{self._path} is of an earlier run and was put aside as {aside}")
+            return
+        kept = [line for line, step in zip(lines, steps) if step is not None and step <= resumed_at]
+        if len(kept) == len(lines):
+            return
+        handle, draft = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.writelines(kept)
+            os.chmod(draft, self._path.stat().st_mode)
+            os.replace(draft, self._path)
+        except BaseException:
+            os.unlink(draft)
+            raise
+        self.notes.append(
+            f"{self._path}: {len(lines) - len(kept)} lines after step {resumed_at}, from which the run goes "
+            "on, were taken out"
+        )
+
+    def _step(self, number: int, line: str) -> int | None:
+        """The step of a line; None for an unfinished one."""
+        if not line.endswith("\n"):
+            return None
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, TypeError, KeyError):
+            raise ScaleVecError(
+                f"{self._path}:{number} is no line of telemetry, so the file is left alone: give another "
+                "name with --scalevec-log."
+            ) from None
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line, and hand it to the operating system.
+
+        Raises:
+            ScaleVecError: It cannot be written.
+        """
+        line = json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n"
+        with self._speaking_of_errors(), open(self._path, "a", encoding="utf-8") as file:
+            file.write(line)
+
+    @contextlib.contextmanager
+    def _speaking_of_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ScaleVecError(
+                f"telemetry cannot be written to {self._path}: {reason}; give another file with "
+                "--scalevec-log."
+            ) from error
+
+
+def scalars(found: Mapping[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """Every figure under the name that it has in TensorBoard and W&B: what it is comes first, which is how
+    both put curves together."""
+    result = {}
+    for entry in found["vectors"]:
+        for name in STATISTICS:
+            if entry[name] is not None:
+                result[f"scalevec {name}/{_place(entry)}"] = entry[name]
+    for entry in found["branches"]:
+        if entry["cosine"] is not None:
+            result[f"scalevec cosine/{_place(entry)}"] = entry["cosine"]
+    return result
+
+
+def _place(entry: Mapping[str, Any]) -> str:
+    what = f"{entry['site']} {entry['branch']} {entry['side']}"
+    return what if entry["layer"] is None else f"{what} layer {entry['layer']}"
+
+
+def write(
+    step: int,
+    found: Mapping[str, list[dict[str, Any]]],
+    *,
+    file: JsonLines | None = None,
+    tensorboard: Any = None,
+    wandb: Any = None,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Write what :meth:`.recorder.Telemetry.after_step` has found.
+
+    Args:
+        step: Steps taken so far.
+        found: The figures.
+        file: The JSON lines.
+        tensorboard: A ``SummaryWriter``.
+        wandb: The module, after its ``init``.
+        more: What else goes into the JSON line.
+    """
+    if file is not None:
+        file.append({"step": step, **(more or {}), **found})
+    if tensorboard is None and wandb is None:
+        return
+    values = scalars(found)
+    if tensorboard is not None:
+        for name, value in values.items():
+            tensorboard.add_scalar(name, value, step)
+    if wandb is not None:
+        wandb.log(values, step)

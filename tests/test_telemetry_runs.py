@@ -1,0 +1,178 @@
+"""Telemetry of whole runs: where it goes, that it changes nothing, and that a resumed run continues it."""
+
+import json
+
+import numpy as np
+import pytest
+from ranks.arguments import LAYOUTS, tiny_gpt
+from ranks.pool import RankFailure
+
+from megatron_scalevec import ScaleVecError
+from megatron_scalevec.telemetry import STATISTICS, JsonLines, scalars
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def row_of(line, **place):
+    [row] = [row for row in line["vectors"] if place.items() <= row.items()]
+    return row
+
+
+UP = {"layer": 3, "site": "mlp", "branch": "up", "side": "in"}
+
+
+@pytest.mark.needs_training
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        ("dp2-distopt", []),
+        ("dp2-distopt", ["--bf16", "--scalevec-execution", "optimizer"]),
+    ],
+)
+def test_a_run_is_the_same_bit_by_bit(ranks, tmp_path, layout, flags):
+    """And what is told is told by TensorBoard too."""
+    world_size, arguments = LAYOUTS[layout]
+    argv = tiny_gpt("llama", *arguments, *flags, "--scalevec-strategy", "hg", "--exit-interval", "4")
+    plain = ranks.run("train", world_size, argv=argv)
+    file, board = tmp_path / "new" / "t.jsonl", tmp_path / "board"
+    more = ["--tensorboard-dir", str(board), "--scalevec-log", str(file), "--scalevec-log-interval", "2"]
+    told = ranks.run("train", world_size, argv=[*argv, *more])
+    for ours, theirs in zip(told, plain):
+        for what in ("losses", "grad_norms", "moments", "start"):
+            assert ours[what] == theirs[what], what
+        assert ours["vectors"].keys() == theirs["vectors"].keys()
+        assert all((ours["vectors"][name] == theirs["vectors"][name]).all() for name in ours["vectors"])
+    lines = lines_of(file)
+    assert [line["step"] for line in lines] == [2, 4]
+    assert [line["strategy"] for line in lines] == ["hg", "hg"]
+    assert [line["loss"] for line in lines] == told[-1]["losses"][1::2]
+    assert [line["gradient_norm"] for line in lines] == told[-1]["grad_norms"][1::2]
+    if "--bf16" not in flags:
+        final, row = told[-1]["vectors"]["layer3.mlp.linear_fc1.gamma_in_up"], row_of(lines[-1], **UP)
+        assert row["rms"] == pytest.approx(np.sqrt((final.astype(np.float64) ** 2).mean()), rel=1e-12)
+        assert (row["min"], row["max"]) == (final.min(), final.max())
+    assert 1e-4 < row_of(lines[-1], **UP)["update_ratio"] < 1e-2
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(board), size_guidance={"scalars": 0})
+    events.Reload()
+    curves = {tag for tag in events.Tags()["scalars"] if tag.startswith("scalevec ")}
+    assert "scalevec rms/mlp up in layer 3" in curves and "scalevec cosine/attention q-k in layer 1" in curves
+    for line in lines:
+        expected = scalars(line)
+        assert curves == expected.keys()
+        for name, value in expected.items():
+            [event] = [event for event in events.Scalars(name) if event.step == line["step"]]
+            assert event.value == np.float32(value), name
+
+
+@pytest.mark.needs_training
+def test_a_resumed_run_continues_the_file(ranks, tmp_path):
+    """Killed after the checkpoint at step 5, with further steps told and a line unfinished: the resumed run,
+    which is exact, writes the same file."""
+    argv = tiny_gpt("llama", "--bf16", "--save", str(tmp_path), "--save-interval", "5")
+    argv += ["--scalevec-strategy", "unified", "--scalevec-log-interval", "2"]
+    ranks.run("train", argv=argv)
+    file = tmp_path / "scalevec_telemetry.jsonl"
+    whole = file.read_bytes()
+    assert [line["step"] for line in lines_of(file)] == [2, 4, 6, 8, 10]
+    file.write_bytes(whole + b'{"step": 11, "vec')
+    ranks.run("train", argv=[*argv, "--load", str(tmp_path), "--ckpt-step", "5"], by_name=False)
+    assert file.read_bytes() == whole
+    # From the beginning, in the same folder: nothing of the earlier run is lost.
+    ranks.run("train", argv=[*argv, "--exit-interval", "2"])
+    assert (tmp_path / "scalevec_telemetry.jsonl.1").read_bytes() == whole
+    assert file.read_bytes() == whole[: len(file.read_bytes())]
+
+
+@pytest.mark.needs_training
+def test_a_skipped_step_has_no_gradients(ranks, tmp_path):
+    argv = tiny_gpt("llama", "--fp16", "--initial-loss-scale", str(2**40), "--exit-interval", "2")
+    file = tmp_path / "t.jsonl"
+    argv += ["--scalevec-strategy", "unified", "--scalevec-log", str(file), "--scalevec-log-interval", "1"]
+    ranks.run("train", argv=argv)
+    for line in lines_of(file):
+        assert line["skipped"] and line["gradient_norm"] is None
+        row = row_of(line, **UP)
+        assert (row["gradient_rms"], row["magnitude_gradient"], row["update_ratio"]) == (None, None, 0.0)
+
+
+@pytest.mark.needs_training
+def test_weights_and_biases_offline(ranks, tmp_path):
+    """The file that W&B would send holds the same figures under the same names."""
+    file = tmp_path / "t.jsonl"
+    argv = tiny_gpt("llama", "--scalevec-strategy", "hg", "--exit-interval", "2")
+    argv += ["--scalevec-log", str(file), "--scalevec-log-interval", "2"]
+    # Without TensorBoard Megatron writes nothing of its own to W&B.
+    argv += ["--tensorboard-dir", str(tmp_path / "board")]
+    argv += ["--wandb-project", "p", "--wandb-exp-name", "n", "--wandb-save-dir", str(tmp_path)]
+    ranks.run("train_with_wandb_offline", argv=argv)
+    [line] = lines_of(file)
+    expected = scalars(line)
+    assert len(expected) > 100
+    [history] = ranks.run("read_wandb", folder=str(tmp_path))
+    found = {name: value for name, value in history[2].items() if name.startswith("scalevec ")}
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert history[2]["lm loss"] == pytest.approx(line["loss"])
+
+
+@pytest.mark.needs_training
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--scalevec-log-interval"], "have nothing to say about a stock model"),
+        (["--scalevec-strategy", "hg", "--scalevec-log-interval", "5"], "5 has nowhere to log to"),
+        (["--scalevec-strategy", "hg", "--scalevec-log", "/dev/null/x"], "cannot be created in /dev/null"),
+        (["--scalevec-strategy", "hg", "--scalevec-log", "/tmp"], "--scalevec-log /tmp is a folder"),
+        (["--scalevec-strategy", "none", "--scalevec-log", "FILE"], "no scale vectors that could be logged"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused(ranks, tmp_path, flags, sentence):
+    flags = [str(tmp_path / "t.jsonl") if flag == "FILE" else flag for flag in flags]
+    with pytest.raises(RankFailure, match=sentence):
+        ranks.run("train", argv=tiny_gpt("llama", *flags))
+
+
+@pytest.mark.needs_training
+def test_a_script_without_steps_says_that_nothing_was_logged(ranks):
+    argv = ["--scalevec-strategy", "hg", "--scalevec-log", "t.jsonl"]
+    with pytest.raises(RankFailure, match="--scalevec-log-interval logged nothing"):
+        ranks.run("launch_only", argv=argv, script="exits_zero.py")
+
+
+def test_a_file_is_continued_after_the_last_step_that_counts(tmp_path):
+    path = tmp_path / "t.jsonl"
+    for step in (10, 20, 30):
+        JsonLines(path, step).append({"step": step, "vectors": [], "branches": []})
+    assert JsonLines(path, 30).notes == []
+    [note] = JsonLines(path, 20).notes
+    assert "1 lines after step 20" in note
+    assert [line["step"] for line in lines_of(path)] == [10, 20]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["t.jsonl"]
+
+
+def test_a_new_run_puts_an_earlier_file_aside(tmp_path):
+    path = tmp_path / "t.jsonl"
+    for number in (1, 2):
+        file = JsonLines(path, 0)
+        assert len(file.notes) == number - 1
+        file.append({"step": number})
+    assert lines_of(tmp_path / "t.jsonl.1") == [{"step": 1}] and lines_of(path) == [{"step": 2}]
+
+
+@pytest.mark.parametrize("text", ["some log\n", '{"loss": 1}\n', '[{"step": 1}]\n', "\xff\n"])
+def test_a_file_of_somebody_else_is_left_alone(tmp_path, text):
+    path = tmp_path / "t.jsonl"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ScaleVecError, match="t.jsonl"):
+        JsonLines(path, 3)
+    assert path.read_text(encoding="latin-1") == text
+
+
+def test_a_name_for_every_figure():
+    row = {"layer": None, "site": "head", "branch": "logits", "side": "in", **dict.fromkeys(STATISTICS, 2.0)}
+    found = scalars({"vectors": [{**row, "rms": None}], "branches": []})
+    assert found == {f"scalevec {name}/head logits in": 2.0 for name in STATISTICS if name != "rms"}
