@@ -116,10 +116,11 @@ bench: venv ## step time, memory and traffic beside stock, on the CPU (half an h
 performance-doc: venv ## write docs/performance.md anew from the cost formulas
 	.venv/bin/python scripts/performance_doc.py
 
-# The variable silences a notice of the theme's on MkDocs 2, which the constraints keep out.
+# Not --quiet: MkDocs then counts no warnings, and none fails it. The variable silences a notice of the theme's on
+# MkDocs 2, which the constraints keep out.
 .PHONY: docs
 docs: venv-docs ## the documentation site, in site/; a warning or a broken link fails it
-	PYTHONPATH=scripts NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	PYTHONPATH=scripts NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 .PHONY: figures
 figures: venv ## draw the figures of docs/how-it-works.md anew

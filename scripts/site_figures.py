@@ -21,7 +21,8 @@ from matplotlib.patches import Ellipse, FancyBboxPatch
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 BLUE, ORANGE, GREY = "#2a6f97", "#d1603d", "#777777"
 
-# A loss of the weights that one input channel has in a branch with two outputs: half a quadratic form around TARGET.
+# A loss of the weights that one input channel has in a branch with two outputs: half a quadratic form
+# around TARGET.
 CURVATURE = numpy.array([[3.0, 0.0], [0.0, 0.4]])
 TARGET = numpy.array([1.6, 1.2])
 START = numpy.array([0.25, 1.8])
@@ -75,7 +76,12 @@ def draw_preconditioning() -> pyplot.Figure:
             Ellipse(gamma * weight, width, height, angle=angle, fill=False, edgecolor=BLUE, linewidth=1.2)
         )
     left.plot(*TARGET, "k+", markersize=9)
-    left.set(title="effective weight γ w, two outputs", xlabel="first output", ylabel="second output", aspect="equal")
+    left.set(
+        title="effective weight γ w, two outputs",
+        xlabel="first output",
+        ylabel="second output",
+        aspect="equal",
+    )
     right.set(title="loss", xlabel="time of the flow", yscale="log", ylim=(1e-3, 4))
     right.legend(frameon=False)
     figure.tight_layout()
@@ -106,12 +112,17 @@ def draw_places() -> pyplot.Figure:
             left = 2.0 + 1.75 * column
             color = ORANGE if "γ" in label else BLUE if label.startswith("W") else GREY
             axes.add_patch(
-                FancyBboxPatch((left, height - 0.27), 1.4, 0.54, "round,pad=0.04", facecolor="none", edgecolor=color)
+                FancyBboxPatch(
+                    (left, height - 0.27), 1.4, 0.54, "round,pad=0.04", facecolor="none", edgecolor=color
+                )
             )
             axes.text(left + 0.7, height, label, ha="center", va="center", fontsize=8.5)
             if column:
                 axes.annotate(
-                    "", (left - 0.05, height), (left - 0.3, height), arrowprops={"arrowstyle": "->", "color": GREY}
+                    "",
+                    (left - 0.05, height),
+                    (left - 0.3, height),
+                    arrowprops={"arrowstyle": "->", "color": GREY},
                 )
     axes.set(xlim=(-0.1, 10.6), ylim=(0.4, len(PLACES) + 0.6))
     axes.axis("off")
@@ -160,8 +171,6 @@ def main(argv: list[str]) -> int:
     for name, draw in FIGURES.items():
         figure = draw()
         figure.savefig(folder / name, metadata={"Date": None, "Creator": None}, facecolor="white")
-        if "--png" in sys.argv:
-            figure.savefig(folder / name.replace(".svg", ".png"), dpi=80)
         pyplot.close(figure)
     return 0
 

@@ -34,7 +34,9 @@ def on_page_markdown(markdown, page, config, files):
 
     def plain(match: re.Match) -> str:
         if not (ROOT / match["path"]).exists():
-            raise FileNotFoundError(f"docs/{page.file.src_uri} links to ../{match['path']}, which is not there")
+            raise FileNotFoundError(
+                f"docs/{page.file.src_uri} links to ../{match['path']}, which is not there"
+            )
         return match["text"]
 
     return OUTSIDE.sub(plain, markdown)

@@ -51,9 +51,10 @@ def flags() -> str:
     parser = add_arguments(argparse.ArgumentParser(add_help=False))
     listed = _listed_values()
     parts = [
-        "# Flags\n\nThey stand among Megatron's own, behind `scalevec launch SCRIPT`, `scalevec pretrain`, in a patched "
-        "Megatron-LM, or in a `--yaml-cfg` file (`scalevec_strategy: hg`). Flags that say what is built are "
-        "part of a run's checkpoints; what the strategies do is in [Strategies, in formulas](../strategies.md)."
+        "# Flags\n\nThey stand among Megatron's own, behind `scalevec launch SCRIPT`, `scalevec pretrain`, in a "
+        "patched Megatron-LM, or in a `--yaml-cfg` file (`scalevec_strategy: hg`). Flags that say what is "
+        "built are part of a run's checkpoints; what the strategies do is in "
+        "[Strategies, in formulas](../strategies.md)."
     ]
     for action in parser._actions:
         [flag] = action.option_strings
@@ -94,8 +95,8 @@ def commands() -> str:
         if name in ("launch", "pretrain"):
             script = " SCRIPT" if name == "launch" else ""
             parts.append(
-                f"`scalevec {name}{script} <Megatron's own arguments> [--scalevec-*]`, behind `torchrun ... -m "
-                "megatron_scalevec` on several ranks. The flags are in [Flags](flags.md)."
+                f"`scalevec {name}{script} <Megatron's own arguments> [--scalevec-*]`, behind `torchrun ... "
+                "-m megatron_scalevec` on several ranks. The flags are in [Flags](flags.md)."
             )
         else:
             parts.append(f"```text\n{help_of(name)}\n```")
@@ -116,18 +117,25 @@ def support() -> str:
             branches = ", ".join(f"`{name}`" for name in shape["branches"])
             shapes.append((shape["name"], told, branches, shape["versions"]))
     refusals = [
-        (f"`{r['name']}`", r["reason"] + (f" (megatron-core {r['versions']})" if r["versions"] else ""), r["way_out"])
+        (
+            f"`{r['name']}`",
+            r["reason"] + (f" (megatron-core {r['versions']})" if r["versions"] else ""),
+            r["way_out"],
+        )
         for r in found["refusals"]
     ]
-    return "\n\n".join(
-        [
-            "# Supported models\n\n`scalevec explain --support` prints these tables; a test compares the branches with "
-            "what is built. [Models](../models.md) says more on each.",
-            _table(("model", "told by", "branches with scale vectors", "megatron-core"), shapes),
-            "## Models that are refused",
-            _table(("model", "told by", "why"), refused),
-            "## Refused together with a strategy\n\nA run with one of these stops before a process group exists, with the "
-            "reason and the way out.",
-            _table(("name", "reason", "way out"), refusals),
-        ]
-    ) + "\n"
+    return (
+        "\n\n".join(
+            [
+                "# Supported models\n\n`scalevec explain --support` prints these tables; a test compares the "
+                "branches with what is built. [Models](../models.md) says more on each.",
+                _table(("model", "told by", "branches with scale vectors", "megatron-core"), shapes),
+                "## Models that are refused",
+                _table(("model", "told by", "why"), refused),
+                "## Refused together with a strategy\n\nA run with one of these stops before a process "
+                "group exists, with the reason and the way out.",
+                _table(("name", "reason", "way out"), refusals),
+            ]
+        )
+        + "\n"
+    )

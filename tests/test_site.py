@@ -45,7 +45,9 @@ def test_the_preconditioner_is_what_the_flow_does(figures):
         # By the product rule, element for element, not from the matrix.
         slope = numpy.array([3.0, 0.4]) * (gamma * weight - numpy.array([1.6, 1.2]))
         by_hand = -(gamma**2) * slope - weight * (weight[0] * slope[0] + weight[1] * slope[1])
-        assert figures.preconditioner(gamma, weight) @ figures.gradient(gamma * weight) == pytest.approx(-by_hand)
+        assert figures.preconditioner(gamma, weight) @ figures.gradient(gamma * weight) == pytest.approx(
+            -by_hand
+        )
         assert velocity == pytest.approx(by_hand, rel=0.02, abs=2e-3)
 
 
@@ -99,3 +101,11 @@ def test_every_shape_and_refusal_is_listed(pages):
     assert all(f"| `{refusal.name}` | " in page for refusal in REFUSALS)
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert len(rows) == len(SHAPES) + len(REFUSALS) + 3 * 2
+
+
+def test_the_build_counts_warnings():
+    """``--quiet`` would have MkDocs pass over them, ``--strict`` or not."""
+    [line] = re.findall(
+        r"^\t.*mkdocs build.*$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert line.endswith("mkdocs build --strict")
