@@ -4,10 +4,10 @@
 usage: python benchmarks/telemetry_bench.py [--layers 4] [--hidden 512] [--microbatches 4] [--rounds 9]
 
 One process on one thread; two trainers of one strategy take their steps in turn, one of them logging every
-step: statistics, a line of JSON, and scalars to TensorBoard. The order is turned around from round to round. A
-line has the median over rounds of the ratio of the two in processor time, with its quartiles, and what is left of
-the difference where every N-th step is logged; and the same from the logging calls alone, timed where they are
-made, which steps disturb less.
+step: statistics, a line of JSON, and scalars to TensorBoard. The order is turned around from round to round.
+A line has the median over rounds of the ratio of the two in processor time, with its quartiles, and what is
+left of the difference where every N-th step is logged; and the same from the logging calls alone, timed where
+they are made, which steps disturb less.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ class LoggingTrainer(Trainer):
         self._writer = SummaryWriter(log_dir=str(folder))
         self._steps = 0
         self.seconds: list[float] = []
+
+    def close(self) -> None:
+        """Write what TensorBoard has not written yet."""
+        self._writer.close()
 
     def parts_of_a_step(self):
         """As the base class's, with the logging in the first and the last part."""
@@ -78,6 +82,7 @@ def times(sizes: Sizes, strategy: str, rounds: int, interval: int) -> list[dict[
                 names = list(trainers) if index % 2 == 0 else list(trainers)[::-1]
                 for name, (seconds, _) in interleaved({name: trainers[name] for name in names}).items():
                     taken[name].append(seconds)
+            logging.close()
         own, quartiles = ratio(taken["logging"], taken["plain"])
         step, logged = statistics.median(taken["plain"]), statistics.median(logging.seconds)
         rows.append(

@@ -75,9 +75,9 @@ def _gamma(names, values):
 
 
 def _columns(place, owner, params):
-    """The raw weight [rows, columns] whose columns a vector scales, None where it is on a norm."""
+    """The raw weight [rows, columns] whose columns a vector scales; None for norms and several weights."""
     layer, _, branch, side = place
-    if side != "in" or owner.endswith("layernorm"):
+    if side != "in" or owner.endswith(("layernorm", ".experts")):
         return None
     parts = params["layers"][layer - 1]
     if branch == "shared":

@@ -59,3 +59,12 @@ def test_the_benchmark_of_steps(ranks):
     assert added["flops"] == pytest.approx(added["flops_by_formula"], rel=0.15)
     assert added["bytes_by_formula"] < added["bytes"] < 6 * added["bytes_by_formula"]
     assert by_autograd["bytes"] > two["bytes"] and by_autograd["flops"] > two["flops"]
+
+
+def test_the_benchmark_of_telemetry(ranks):
+    [found] = ranks.run("bench_telemetry")
+    assert [row["execution"] for row in found["rows"]] == ["optimizer", "autograd"]
+    for row, line in zip(found["rows"], found["lines"]):
+        assert 0 < row["logging_seconds"] and row["ratio"] > 0
+        assert row["percent"] == pytest.approx(row["logging_seconds"] / row["step_seconds"])
+        assert "every 100 steps" in line

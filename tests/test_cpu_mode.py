@@ -716,6 +716,11 @@ def test_hybrid_models_get_a_stack_of_local_layers(spec):
     assert args.spec == ["megatron_scalevec.cpu.hybrid_stack", "stack"]
     given = " ".join(spec) if spec else "(none)"
     assert f"--spec {given} -> megatron_scalevec.cpu.hybrid_stack stack" in changes
+    # Of the layers, --qk-layernorm means those of latent attention alone.
+    for pattern, own in (("M+-", True), ("M*-", False)):
+        args = megatron_arguments(hybrid_layer_pattern=pattern, spec=spec, qk_layernorm=True)
+        cpu.choose_arguments(args)
+        assert args.spec[1] == ("stack_with_latent_norms" if own else "stack")
     own = megatron_arguments(hybrid_layer_pattern="M*-", spec=["my.module", "stack"])
     cpu.choose_arguments(own)
     assert own.spec == ["my.module", "stack"]

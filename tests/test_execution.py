@@ -1,14 +1,18 @@
 """Execution inside the optimizer: the same numbers as by autograd, or the run stops."""
 
+import sys
 from importlib import metadata
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from ranks.pool import RankFailure
 
-from megatron_scalevec import ScaleVecConfig, ScaleVecError
+from megatron_scalevec import ScaleVecConfig, ScaleVecError, execution
+from megatron_scalevec.execution import engine, shard
 from megatron_scalevec.execution.choice import OBSTACLES, choose_execution
+from megatron_scalevec.integration.resumed import execution_to_keep
 
 FOLDING = ["hg", "post-qkv", "dp", "dnp", "or", "unified", "unified-foldable"]
 # Smaller than the tests' usual model; the hidden size makes shards end in the middle of rows.
@@ -184,6 +188,7 @@ def test_an_optimizer_that_was_not_told_stops_the_run(ranks):
     assert "no optimizer was told: call megatron_scalevec.execution" in found["forward"]
     assert "does not fold 4 of 4 weights" in found["audit"]
     assert found["evaluation"] == "True" and found["execution"] == "optimizer"
+    assert found["reason"].endswith("fp32 master; by other passes")
     assert "folds the model's weights already" in found["twice"]
     assert "in no optimizer that keeps a float32 master" in found["full precision"]
 
@@ -192,13 +197,90 @@ def _arguments(**more):
     return SimpleNamespace(**{"bf16": True, "optimizer": "adam", **more})
 
 
-def test_the_optimizer_folds_where_that_is_asked_for():
-    assert choose_execution(_arguments(), ScaleVecConfig(strategy="unified")).mode == "autograd"
-    config = ScaleVecConfig(strategy="unified", execution="optimizer")
-    assert choose_execution(_arguments(), config).mode == "optimizer"
-    assert choose_execution(_arguments(bf16=False, fp16=True), config).mode == "optimizer"
-    asked = choose_execution(_arguments(), ScaleVecConfig(strategy="unified", execution="autograd"))
-    assert (asked.mode, asked.reason.split(";")[0]) == ("autograd", "as asked for")
+def test_the_optimizer_folds_where_it_can():
+    asked = {mode: ScaleVecConfig(strategy="unified", execution=mode) for mode in ("optimizer", "autograd")}
+    for config in (ScaleVecConfig(strategy="unified"), asked["optimizer"]):
+        for name in ("adam", "sgd", "lion", "muon", "dist_muon"):
+            assert choose_execution(_arguments(optimizer=name), config).mode == "optimizer"
+        assert choose_execution(_arguments(bf16=False, fp16=True), config).mode == "optimizer"
+    found = choose_execution(_arguments(), asked["autograd"])
+    assert (found.mode, found.reason.split(";")[0]) == ("autograd", "as asked for")
+
+
+def test_a_resumed_run_keeps_its_mode():
+    """What was asked for, and what stands in the way, come first."""
+
+    def mode(before, asked=None, **args):
+        config = ScaleVecConfig(strategy="unified", execution=asked)
+        return choose_execution(_arguments(**args), config, lambda: before)
+
+    kept = mode(("autograd", "/runs/a"))
+    assert kept.mode == "autograd" and kept.reason.startswith("as before in /runs/a; ")
+    assert mode(("optimizer", "/runs/a")).mode == mode(None).mode == "optimizer"
+    assert mode(("autograd", "/runs/a"), "optimizer").mode == "optimizer"
+    assert mode(("optimizer", "/runs/a"), "autograd").mode == "autograd"
+    assert mode(("optimizer", "/runs/a"), qk_clip=True).mode == "autograd"
+
+
+UNIFIED = {"scalevec_strategy": "unified"}
+BY_AUTOGRAD = {**UNIFIED, "scalevec_executed": "autograd"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "more", "expected"),
+    [
+        (BY_AUTOGRAD, {}, "autograd"),
+        ({**UNIFIED, "scalevec_executed": "optimizer"}, {}, "optimizer"),
+        # Weights alone, and what ``scalevec unfold`` writes, start in either mode.
+        (BY_AUTOGRAD, {"finetune": True}, None),
+        (BY_AUTOGRAD, {"no_load_optim": True}, None),
+        (UNIFIED, {}, None),
+        # The layer-wise optimizer loads its own mode's.
+        (BY_AUTOGRAD, {"no_load_optim": True, "optimizer": "muon"}, "autograd"),
+        (UNIFIED, {"optimizer": "dist_muon"}, "autograd"),
+        ({}, {"optimizer": "muon"}, None),
+        (None, {}, None),
+    ],
+)
+def test_the_mode_that_a_checkpoint_asks_for(tmp_path, monkeypatch, saved, more, expected):
+    from megatron.core import dist_checkpointing
+
+    def read(folder):
+        if saved is None:
+            raise OSError("cut short")
+        return {"args": SimpleNamespace(**saved)}
+
+    monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", read)
+    folder = tmp_path / "iter_0000005"
+    folder.mkdir()
+    args = _arguments(load=str(tmp_path), **more)
+    assert execution_to_keep(args) is None  # the first start of a run that is to be resumed
+    wanted = None if expected is None else (expected, str(folder))
+    assert execution_to_keep(SimpleNamespace(**vars(args), ckpt_step=5)) == wanted
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    assert execution_to_keep(args) == wanted
+    pretrained = {"load": str(tmp_path / "new"), "pretrained_checkpoint": str(tmp_path)}
+    assert execution_to_keep(_arguments(**{**more, **pretrained})) == wanted
+
+
+def test_without_triton_the_torch_passes_run_and_the_audit_says_so(monkeypatch):
+    """Where the device is a GPU."""
+    gpu = torch.device("cuda")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "megatron_scalevec.execution.kernels", raising=False)
+    monkeypatch.delattr(execution, "kernels", raising=False)
+    engine._kernels.cache_clear()
+    try:
+        assert engine.passes_for(gpu) is shard
+        for device, said in (
+            (gpu, "in plain torch, as Triton cannot be imported"),
+            (torch.device("cpu"), ""),
+        ):
+            table = SimpleNamespace(flat_gamma=SimpleNamespace(device=device))
+            remark = engine.Engine([SimpleNamespace(table=table)]).remark
+            assert remark.startswith(said) and bool(remark) == bool(said)
+    finally:
+        engine._kernels.cache_clear()
 
 
 @pytest.mark.parametrize("strategy", ["stock", "none", "iwd"])
@@ -220,12 +302,14 @@ OBSTACLES_MET = {
     "optimizer": {"optimizer": "soap"},
     "optimizer-cpu-offload": {"optimizer_cpu_offload": True},
     "precision-aware-optimizer": {"use_precision_aware_optimizer": True},
+    "optimizer-instances": {"num_distributed_optimizer_instances": 2},
     "fsdp": {"use_megatron_fsdp": True},
     "quantized-weights": {"fp8_param_gather": True},
     "gather-with-step": {"overlap_param_gather_with_optimizer_step": True},
     "optimizer-cuda-graph": {"optimizer_cuda_graph": True},
     "qk-clip": {"qk_clip": True},
     "checkpoint-format": {"save": "somewhere", "ckpt_format": "torch"},
+    "local-checkpoints": {"non_persistent_ckpt_type": "local"},
 }
 
 
@@ -249,6 +333,7 @@ def test_every_obstacle_leads_to_autograd_and_refuses_the_optimizer():
         ("fold-twice", "is not what the optimizer's master and the scale vectors come to"),
         ("load-weights-alone", "is not what the optimizer's master and the scale vectors come to"),
         ("load-vectors-alone", "is not what the optimizer's master and the scale vectors come to"),
+        ("wrong-kernels", "disagree about the gradients of weights"),
         ("forget-to-write", "stepped without folding its masters"),
     ],
 )

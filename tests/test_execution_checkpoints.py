@@ -6,7 +6,6 @@ import torch
 from ranks.arguments import LAYOUTS, tiny_gpt
 from ranks.pool import RankFailure
 from reference import effective_weight, product
-from safetensors.torch import load_file
 
 from megatron_scalevec.checkpoint.store import CheckpointReader
 
@@ -151,6 +150,21 @@ def test_a_run_of_the_other_mode_goes_on(ranks, saved, written_by):
     assert abs(run["losses"][-1] / whole[-1]["losses"][-1] - 1) > 1e-5  # the comparisons can fail
 
 
+def test_the_default_goes_on_in_the_mode_of_the_checkpoint(ranks, saved):
+    """A run trained by autograd, as by earlier versions of the plugin: bit by bit; its weights alone start a
+    run that folds."""
+    strategy = ("--scalevec-strategy", "unified")
+    folder, whole = saved("tp2-sp", "reshardable", *strategy, *BY_AUTOGRAD, job="train_unrounded")
+    run = _resume(ranks, folder, "tp2-sp", "reshardable", *strategy, job="train_unrounded")[-1]
+    assert run["audit"]["execution"] == "autograd"
+    assert run["audit"]["execution_reason"].startswith(f"as before in {folder}")
+    assert run["losses"] == whole[-1]["losses"][5:]
+    weights = ("--no-load-optim", "--train-iters", "6")
+    run = _resume(ranks, folder, "serial", "reshardable", *strategy, *weights, job="train_unrounded")[-1]
+    assert run["audit"]["execution"] == "optimizer"
+    np.testing.assert_allclose(run["losses"][0], whole[-1]["losses"][5], rtol=1e-6)
+
+
 # --- the tools ----------------------------------------------------------------------------------------
 
 
@@ -204,6 +218,8 @@ def test_a_folded_checkpoint_goes_on_in_stock_megatron(ranks, folded):
 
 
 def test_an_export_is_that_of_the_folded_checkpoint(ranks, folded, tmp_path):
+    from safetensors.torch import load_file
+
     folder, out, _ = folded
     for source, step, target in ((folder, ["--step", "5"], "run"), (out, [], "folded")):
         ranks.run("scalevec", arguments=["export", str(source), str(tmp_path / target), *step])

@@ -33,9 +33,24 @@ def test_values_in_the_interpreter():
     assert found.pop("launches") == [3, 3, 3, 1]
     overlapping, mixed = found.pop("refused")
     assert "parts of one scale vector that overlap" in overlapping and "several dtypes" in mixed
+    _assert_judged(found.pop("trial"))
     assert len(found) == 7
     for case, equal in found.items():
         assert equal["gradient"] and equal["live"] and equal["sums"] < 1e-6, case
+
+
+def _assert_judged(found):
+    """The trial of a run's first step passes the kernels as they are, and stops whatever else there is."""
+    assert found.pop("right") == "no difference"
+    assert "RuntimeError: Failed to find C compiler.)" in found.pop("not compiled")
+    differs = {
+        "gradients": "about the gradients of weights, on cpu",
+        "sums": "about the gradients of scale vectors, on cpu",
+        "folds": "about the folded weights, on cpu",
+    }
+    assert found.keys() == differs.keys()
+    for name, said in found.items():
+        assert differs[name] in said and "use --scalevec-execution autograd" in said, said
 
 
 def test_compilation_for_compute_capability_9():

@@ -122,6 +122,12 @@ LATENT = {
         "head logits in": 1,
     },
 }
+# The same without --qk-layernorm.
+BARE_LATENT = {
+    "linears": LATENT["linears"] - 2,
+    "retired": LATENT["retired"] - 2,
+    "vectors": {name: number for name, number in LATENT["vectors"].items() if not name.startswith("latent")},
+}
 # M*E: a Mamba layer, an attention layer, and the router and 4 experts.
 EXPERTS = {
     "linears": 2 + 1 + (1 + 4),
@@ -167,6 +173,7 @@ HETEROGENEOUS = {
         ("hybrid", HYBRID),
         ("delta", DELTA),
         ("latent hybrid", LATENT),
+        ("latent hybrid, bare", BARE_LATENT),
         ("hybrid with experts", EXPERTS),
         ("qwen3-next", QWEN3_NEXT),
         ("heterogeneous", HETEROGENEOUS),
@@ -262,6 +269,19 @@ def test_explain_says_what_the_run_finds(ranks, hybrid):
     assert found["whole_model"] == hybrid("pp2")["audit"]
     assert found["place"]["layers"] == "1-3"
     assert any("-> megatron_scalevec.cpu.hybrid_stack stack" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize("norms", [True, False])
+def test_explain_knows_whether_latents_have_norms(ranks, norms):
+    """--qk-layernorm means them in a hybrid as well."""
+    words = "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8 --v-head-dim 4"
+    words += " --qk-pos-emb-head-dim 6 --rope-type rope --hybrid-layer-pattern M+-"
+    queries = tiny_gpt("hybrid").index("--group-query-attention")
+    argv = tiny_gpt("hybrid", "--scalevec-strategy", "hg", *words.split(), *["--qk-layernorm"] * norms)
+    del argv[queries : queries + 3]
+    [found] = ranks.run("explain_line", arguments=["pretrain_hybrid.py", *argv])
+    assert found["error"] is None and found["problems"] == []
+    assert ("latent q_up in" in found["whole_model"]["built_vectors"]) == norms
 
 
 def test_resume_at_another_layout(hybrid):

@@ -1,6 +1,7 @@
 """Telemetry beside the float64 reference, in every layout."""
 
 import pytest
+from runs import assert_equal_telemetry
 
 # Nothing of these is folded, so there is one mode.
 ONE_MODE = {("iwd", "optimizer")}
@@ -15,6 +16,7 @@ CASES = {
 }
 EXPERTS = {
     "experts": {"config": {"strategy": "hg"}, "experts": "mixtral"},
+    "shared experts": {"config": {"strategy": "hg", "experts": "shared"}, "experts": "mixtral"},
     "experts unit": {"config": UNIT, "experts": "mixtral"},
 }
 LAYOUTS = {
@@ -44,25 +46,6 @@ def reference(ranks):
     return of
 
 
-def assert_equal(told, expected):
-    """Every figure of every vector, to the rounding of a float32 model."""
-    assert told["norm"] == pytest.approx(expected["norm"], rel=1e-5)
-    names = ("layer", "site", "branch", "side")
-    rows = {tuple(row.pop(name) for name in names): row for row in told["vectors"]}
-    assert len(rows) == len(told["vectors"])
-    assert rows.keys() == expected["figures"].keys()
-    wrong = [
-        (place, name, rows[place][name], value)
-        for place, figures in expected["figures"].items()
-        for name, value in figures.items()
-        # Gradients that are zero in exact arithmetic (of a scale in front of a norm) are rounding.
-        if rows[place][name] != (value if value is None else pytest.approx(value, rel=2e-5, abs=1e-8))
-    ]
-    assert not wrong
-    cosines = {tuple(row[name] for name in names): row["cosine"] for row in told["branches"]}
-    assert cosines == pytest.approx(expected["cosines"], rel=1e-6)
-
-
 def told_and_expected(ranks, reference, cases, world_size, data_ranks, sizes):
     """Both modes of execution in one go; the other one has the same masters."""
     wanted = [
@@ -82,10 +65,10 @@ def told_and_expected(ranks, reference, cases, world_size, data_ranks, sizes):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_are_the_references(ranks, reference, layout):
     for told, expected in told_and_expected(ranks, reference, CASES, *LAYOUTS[layout]):
-        assert_equal(told, expected)
+        assert_equal_telemetry(told, expected)
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts_count_once(ranks, reference, layout):
     for told, expected in told_and_expected(ranks, reference, EXPERTS, *EXPERT_LAYOUTS[layout]):
-        assert_equal(told, expected)
+        assert_equal_telemetry(told, expected)

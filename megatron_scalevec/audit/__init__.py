@@ -110,6 +110,9 @@ def audit(
     records = _gather_over_pipeline(rank_record(chunks, config, groups))
     built = dataclasses.replace(config, execution=applied_config(chunks[0]).execution)
     result = audit_of_records(records, built, unwrap(chunks[0]).config, reason=reason)
+    remark = _remark(optimizer)
+    if remark:
+        result = dataclasses.replace(result, execution_reason=f"{result.execution_reason}; {remark}")
     problems = result.problems()
     if not result.vectors and not result.norm_scales_retired:
         problems.append(
@@ -136,6 +139,13 @@ def _require_folding(chunks: list[torch.nn.Module], optimizer: Any) -> None:
             "it, so their scale vectors would have no effect: call "
             "megatron_scalevec.execution.optimizer.execute_in_optimizer(optimizer, model_chunks) first."
         )
+
+
+def _remark(optimizer: Any) -> str:
+    from megatron_scalevec.execution.optimizer import engine_of
+
+    engine = None if optimizer is None else engine_of(optimizer)
+    return "" if engine is None else engine.remark
 
 
 def rank_record(

@@ -57,6 +57,14 @@ def latent_attention_sites(
             f"{path} caches latents for inference (cache_mla_latents), which takes the raw up-projection "
             "apart where scale vectors do not reach; fold the model to a stock one first, or leave that off."
         )
+    queries = getattr(attention, "linear_q_proj", None)
+    if queries is not None and getattr(leaf_class(queries), "fused_norm", ""):
+        raise ScaleVecError(
+            f"{path}.linear_q_proj has a norm of its own behind the pre-attention norm, as Megatron 0.19 "
+            "builds it with --qk-layernorm and without --q-lora-rank: the pre-attention norm feeds one "
+            "linear and one norm then, and no linear can take its scale. Nothing was changed; add "
+            "--q-lora-rank, drop --qk-layernorm, or run without --scalevec-strategy."
+        )
     down = list(_down_projections(path, attention))
     _, first, _ = down[0]
     norm = norm_handle(f"{layer_path}.input_layernorm", layer.input_layernorm, first)

@@ -52,12 +52,18 @@ def _choose_hybrid_stack(args: Any) -> list[str]:
     if not any(getattr(args, name, None) for name in _HYBRID_PATTERNS) or _has_own_spec(args):
         return []
     old = getattr(args, "spec", None)
-    args.spec = [*_HYBRID_STACK]
+    # Megatron's stack makes of --qk-layernorm norms on the latents of such layers, and nothing elsewhere.
+    norms = "+" in _hybrid_layers(args) and getattr(args, "qk_layernorm", False)
+    args.spec = [_HYBRID_STACKS, "stack_with_latent_norms" if norms else "stack"]
     return [f"--spec {_text(old) if old else '(none)'} -> {_text(args.spec)}"]
 
 
 _HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-_HYBRID_STACK = ("megatron_scalevec.cpu.hybrid_stack", "stack")
+_HYBRID_STACKS = "megatron_scalevec.cpu.hybrid_stack"
+
+
+def _hybrid_layers(args: Any) -> str:
+    return next(filter(None, (getattr(args, name, None) for name in _HYBRID_PATTERNS)), "")
 
 
 def _satisfy_connection_check() -> list[str]:

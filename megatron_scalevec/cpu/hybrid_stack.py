@@ -3,8 +3,9 @@
 from megatron_scalevec import cpu
 from megatron_scalevec.cpu.hybrids import local_stack_spec, replace_kernels
 
-__all__ = ["stack"]
+__all__ = ["stack", "stack_with_latent_norms"]
 
 cpu.change(replace_kernels)
 
 stack = local_stack_spec()
+stack_with_latent_norms = local_stack_spec(latent_norms=True)

@@ -121,7 +121,8 @@ def local_stack_spec(*, latent_norms: bool = False):
     multi-token prediction.
 
     Args:
-        latent_norms: Norms on the latents of ``+`` layers, which Megatron's own stack does not have.
+        latent_norms: Norms on the latents of ``+`` layers, which Megatron's own stack has where
+            ``--qk-layernorm`` asks for them.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

@@ -12,6 +12,7 @@ checkpoint could make stale.
 ``folds``      what belongs together: a weight, its rows' branches, its vectors
 ``shard``      arithmetic on a shard of a weight, in plain torch
 ``kernels``    the same as Triton kernels, for CUDA
+``trial``      the kernels beside float64 torch, once per run
 ``table``      the vectors' values and gradients, packed
 ``members``    Megatron's optimizers: where a parameter's master lies
 ``engine``     the passes over all shards, and the collectives between them

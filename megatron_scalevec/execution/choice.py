@@ -1,4 +1,4 @@
-"""Which mode a run gets: by autograd, or inside the optimizer where that is asked for and proven.
+"""Which mode a run gets: inside the optimizer where that is proven, by autograd elsewhere.
 
 Decided on Megatron's parsed arguments, before anything is built; every reason is one line of a table.
 """
@@ -35,10 +35,6 @@ class Obstacle:
 
 _OPTIMIZERS = ("adam", "sgd", "lion", "muon", "dist_muon")
 
-AUTO_TAKES_THE_OPTIMIZER = False
-"""Whether ``auto`` means ``optimizer`` where no obstacle applies. Proven on CPUs only so far: the default
-follows once the mode has been measured on GPUs."""
-
 OBSTACLES: tuple[Obstacle, ...] = (
     Obstacle(
         "full-precision",
@@ -64,6 +60,11 @@ OBSTACLES: tuple[Obstacle, ...] = (
         "precision-aware-optimizer",
         given("use_precision_aware_optimizer"),
         "the masters lie inside the inner optimizer, which writes the weights itself",
+    ),
+    Obstacle(
+        "optimizer-instances",
+        lambda args, _: (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1,
+        "several instances of the distributed optimizer have not been tried",
     ),
     Obstacle(
         "fsdp",
@@ -99,15 +100,24 @@ OBSTACLES: tuple[Obstacle, ...] = (
         ),
         "checkpoints of other formats than torch_dist cannot mark raw masters",
     ),
+    Obstacle(
+        "local-checkpoints",
+        lambda args, _: getattr(args, "non_persistent_ckpt_type", None) == "local",
+        "--non-persistent-ckpt-type local has not been tried",
+    ),
 )
 
 
-def choose_execution(args: Any, config: ScaleVecConfig) -> Choice:
+def choose_execution(
+    args: Any, config: ScaleVecConfig, resumed: Callable[[], tuple[str, str] | None] | None = None
+) -> Choice:
     """The mode of a run.
 
     Args:
         args: Megatron's, validated.
         config: The strategy; ``execution`` is what was asked for.
+        resumed: Called where it matters: the mode in which a run to be resumed was trained, and the folder of
+            its checkpoint; None where there is none.
 
     Raises:
         ScaleVecError: ``optimizer`` was asked for where it has no effect or is not proven.
@@ -124,10 +134,12 @@ def choose_execution(args: Any, config: ScaleVecConfig) -> Choice:
     if config.execution == "autograd":
         return Choice("autograd", "as asked for; W_eff is formed in every forward pass")
     found = next((obstacle for obstacle in OBSTACLES if obstacle.applies(args, config)), None)
-    if found is None and config.execution == "auto" and not AUTO_TAKES_THE_OPTIMIZER:
+    before = resumed() if found is None and config.execution == "auto" and resumed is not None else None
+    if before is not None and before[0] == "autograd":
         return Choice(
             "autograd",
-            "W_eff is formed in every forward pass; --scalevec-execution optimizer forms it once per step",
+            f"as before in {before[1]}; W_eff is formed in every forward pass, and once per step with "
+            "--scalevec-execution optimizer",
         )
     if found is None:
         return Choice("optimizer", "the live weight is W_eff; W is the optimizer's fp32 master")

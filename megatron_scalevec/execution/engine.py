@@ -7,6 +7,7 @@ its live weight. The collectives are one per pass and set of folds, on all vecto
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,9 @@ from megatron_scalevec.execution.folds import Fold, Vector
 from megatron_scalevec.execution.members import Member, Shard
 from megatron_scalevec.execution.shard import Part, Scales
 from megatron_scalevec.execution.table import VectorTable
+from megatron_scalevec.execution.trial import try_kernels
 
-__all__ = ["Engine", "FoldSet"]
+__all__ = ["Engine", "FoldSet", "passes_for"]
 
 SMALLEST = 1e-6
 """Where γ is smaller, W is not recovered from W_eff: the entry starts again at one."""
@@ -63,6 +65,7 @@ class FoldSet:
         self.waiting: set[int] = set()
         self.expect_step()
         self._next_check = 0
+        self._first_split = self._first_write = True
         self.check_all()
 
     def check_all(self) -> None:
@@ -100,13 +103,15 @@ class FoldSet:
         self.gather()
         self.check()
         totals = torch.zeros_like(self.table.flat_sums, dtype=torch.float64)
-        passes_for(totals.device).split_parts(
-            [one.part for one in self.local],
-            [one.shard.gradient for one in self.local],
-            [one.shard.master for one in self.local],
-            self.table.flat_gamma,
-            totals,
-        )
+        passes = passes_for(totals.device)
+        parts = [one.part for one in self.local]
+        gradients = [one.shard.gradient for one in self.local]
+        masters = [one.shard.master for one in self.local]
+        if self._first_split and passes is not torch_passes:
+            lives = [one.shard.live for one in self.local]
+            try_kernels(passes, parts, gradients, masters, lives, totals.numel())
+        self._first_split = False
+        passes.split_parts(parts, gradients, masters, self.table.flat_gamma, totals)
         self.table.flat_sums.copy_(totals)
         self.complete(self.table.flat_sums)
         self.table.chain()
@@ -114,7 +119,11 @@ class FoldSet:
             torch._foreach_copy_([shard.gradient for shard in self._masters], self._gradients)
 
     def write(self) -> None:
-        """The live weights from the masters of weights and vectors."""
+        """The live weights from the masters of weights and vectors.
+
+        Raises:
+            ScaleVecError: The first time, see :meth:`check`; of all shards.
+        """
         self.gather()
         passes_for(self.table.flat_gamma.device).fold_parts(
             [one.part for one in self.local],
@@ -122,6 +131,10 @@ class FoldSet:
             [one.shard.master for one in self.local],
             self.table.flat_gamma,
         )
+        if self._first_write:
+            self._first_write = False
+            self.check_all()
+            self.check()
         self.written = True
 
     def unfold(self) -> list[Vector]:
@@ -223,6 +236,14 @@ class Engine:
         """Every fold, in the order of the sets."""
         return [fold for one in self.sets for fold in one.folds]
 
+    @property
+    def remark(self) -> str:
+        """What the audit is to say about how the passes are carried out, often nothing."""
+        devices = {one.table.flat_gamma.device.type for one in self.sets}
+        if "cuda" in devices and passes_for(torch.device("cuda")) is torch_passes:
+            return f"in plain torch, as Triton cannot be imported ({_kernels()[1]})"
+        return ""
+
     @torch.no_grad()
     def split(self) -> None:
         """See :meth:`FoldSet.split`. Gradients are complete, unscaled and not yet clipped."""
@@ -281,8 +302,14 @@ class Engine:
 
 def passes_for(device: torch.device) -> Any:
     """The module with ``split_parts`` and ``fold_parts`` for a device."""
-    if device.type != "cuda":
-        return torch_passes
-    from megatron_scalevec.execution import kernels
+    return torch_passes if device.type != "cuda" else _kernels()[0] or torch_passes
 
-    return kernels
+
+@functools.cache
+def _kernels() -> tuple[Any, str]:
+    """The module of kernels, or None and why there is none."""
+    try:
+        from megatron_scalevec.execution import kernels
+    except ImportError as error:
+        return None, str(error)
+    return kernels, ""

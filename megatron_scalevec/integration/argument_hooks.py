@@ -19,6 +19,7 @@ from megatron_scalevec.integration.arguments import (
     merge_command_line,
     merge_yaml,
 )
+from megatron_scalevec.integration.resumed import execution_to_keep
 from megatron_scalevec.integration.session import Session, say
 from megatron_scalevec.support import refusals, refuse_unsupported
 
@@ -88,7 +89,8 @@ def settle_execution(current: Session, args: Any, config: ScaleVecConfig) -> Non
     Raises:
         ScaleVecError: The mode that was asked for is not proven for this run.
     """
-    choice = choose_execution(args, config)
+    resumed = None if current.describing else lambda: execution_to_keep(args)
+    choice = choose_execution(args, config, resumed)
     args.scalevec_executed = choice.mode
     current.config = dataclasses.replace(config, execution=choice.mode) if config.active else config
     current.execution_reason = choice.reason
@@ -176,6 +178,7 @@ def _settle_telemetry(current: Session, args: Any, config: ScaleVecConfig) -> No
         ScaleVecError: There is nothing to log, or nowhere to log it to.
     """
     file, interval = getattr(args, "scalevec_log", None), getattr(args, "scalevec_log_interval", None)
+    current.log_interval = current.log_file = None
     if file is None and interval is None:
         return
     if not config.active and not getattr(args, "spec", None):  # a spec may bring a strategy

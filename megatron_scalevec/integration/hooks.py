@@ -195,7 +195,7 @@ def require_applied(current: Session, name: str) -> None:
             f"{name} ended without a step of Megatron's train_step, so --scalevec-debug-replicas compared "
             "nothing; call megatron_scalevec.replicas.check_replicas in your own loop."
         )
-    if current.log_interval and "telemetry" not in current.called:
+    if (current.log_interval or current.log_file) and "telemetry" not in current.called:
         raise ScaleVecError(
             f"{name} ended without a step of Megatron's train_step, so --scalevec-log-interval logged "
             "nothing; use megatron_scalevec.telemetry.Telemetry in your own loop."

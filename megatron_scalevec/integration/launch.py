@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import sys
 from collections.abc import Callable, Sequence
 
@@ -95,15 +94,13 @@ def _single_process_defaults() -> None:
     """Without torchrun, be a group of one. Under torchrun all of these are set already."""
     if "WORLD_SIZE" in os.environ:
         return
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
     defaults = {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
+        # The store takes a free port; one that was looked up before may be somebody else's by then.
+        "MASTER_PORT": "0",
     }
     for key, value in defaults.items():
         os.environ.setdefault(key, value)

@@ -45,8 +45,9 @@ class Session:
         self.cpu_changes: list[str] = []
         self.audit: Any = None
         self.replicas_every: int | None = command_line.scalevec_debug_replicas
-        self.log_interval: int | None = None  # settled when Megatron validates its arguments, as is the file
-        self.log_file: str | None = None
+        # Settled when Megatron validates its arguments, as is the file.
+        self.log_interval: int | None = command_line.scalevec_log_interval
+        self.log_file: str | None = command_line.scalevec_log
         # What is known without Megatron's own parsing, which a user's loop may not use.
         self.audit_files = [command_line.scalevec_audit] if command_line.scalevec_audit else []
 

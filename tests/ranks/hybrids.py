@@ -46,7 +46,9 @@ def build_hybrid(pattern: str = "M*-M-", dtype: torch.dtype = torch.float64, **o
         "parallel_output": False,
     }
     model = HybridModel(
-        hybrid_stack_spec=local_stack_spec(latent_norms=True), hybrid_layer_pattern=pattern, **given
+        hybrid_stack_spec=local_stack_spec(latent_norms=config.qk_layernorm),
+        hybrid_layer_pattern=pattern,
+        **given,
     )
     return model.to(dtype)
 
@@ -95,6 +97,7 @@ BUILDERS = {
     "hybrid": build_hybrid,
     "delta": functools.partial(build_hybrid, "G-*-"),
     "latent hybrid": functools.partial(build_hybrid, "M+-"),
+    "latent hybrid, bare": functools.partial(build_hybrid, "M+-", qk_layernorm=False),
     "hybrid with experts": functools.partial(build_hybrid, "M*E"),
     "qwen3-next": functools.partial(
         build_hybrid,

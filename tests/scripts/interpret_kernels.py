@@ -3,13 +3,16 @@
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from megatron_scalevec.execution import kernels, shard
+from megatron_scalevec import ScaleVecError
+from megatron_scalevec.execution import kernels, shard, trial
 from megatron_scalevec.execution.shard import Part, Run, runs_of
+from megatron_scalevec.execution.trial import try_kernels
 from megatron_scalevec.fold import qkv_row_map
 
 COLUMNS = 200  # more than one block of them, the last one not full
@@ -54,6 +57,13 @@ def main() -> None:
     kernels._plan.cache_clear()
     results["several launches"] = compare([*cases["one vector for several weights"], *several])
     results["launches"] = [len(launch.blocks) for launch in kernels._plan((whole, narrow), here).launches]
+    kernels.TEMPORARY_BYTES = 32 << 20  # all blocks at once
+    kernels._plan.cache_clear()
+    trial.ELEMENTS = 3 * 2400  # two ends of each shard
+    results["trial"] = {
+        name: tried(passes, [whole, qkv(3333, TOTAL - 77, True, True), narrow])
+        for name, passes in trials().items()
+    }
     json.dump(results, sys.stdout)
 
 
@@ -92,6 +102,53 @@ def refusals(whole: Part) -> list[str]:
         except RuntimeError as error:
             said.append(str(error))
     return said
+
+
+def trials() -> dict[str, SimpleNamespace]:
+    """The kernels as they are, and broken; ``broken`` calls the right one with something wrong."""
+
+    def passes(split=kernels.split_parts, fold=kernels.fold_parts) -> SimpleNamespace:
+        return SimpleNamespace(split_parts=split, fold_parts=fold)
+
+    def shift(gamma: torch.Tensor) -> torch.Tensor:
+        return gamma.roll(1)
+
+    def without_scales(parts, gradients, masters, gamma, totals) -> None:
+        given = [gradient.clone() for gradient in gradients]
+        kernels.split_parts(parts, gradients, masters, gamma, totals)
+        for gradient, was in zip(gradients, given):
+            gradient.copy_(was)
+
+    def without_the_last_block(parts, gradients, masters, gamma, totals) -> None:
+        before = totals.clone()
+        kernels.split_parts(parts, gradients, masters, gamma, totals)
+        totals[FLAT - 1] = before[FLAT - 1]
+
+    def does_not_compile(*_) -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify CC")
+
+    return {
+        "right": passes(),
+        "gradients": passes(without_scales),
+        "sums": passes(without_the_last_block),
+        "folds": passes(fold=lambda *a: kernels.fold_parts(*a[:3], shift(a[3]))),
+        "not compiled": passes(does_not_compile),
+    }
+
+
+def tried(passes: SimpleNamespace, parts: list[Part]) -> str:
+    """What the trial of some kernels says; γ_in and γ_out of a fresh start would be all one."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = [part.stop - part.start for part in parts]
+    gradients, masters = ([torch.randn(n, generator=generator) for n in sizes] for _ in range(2))
+    before = [tensor.clone() for tensor in (*gradients, *masters)]
+    lives = [torch.zeros(n, dtype=torch.float16) for n in sizes]
+    try:
+        try_kernels(passes, parts, gradients, masters, lives, FLAT + 48 + 64)
+    except ScaleVecError as error:
+        return str(error)
+    assert all(map(torch.equal, before, (*gradients, *masters))), "the trial has changed its data"
+    return "no difference"
 
 
 main()

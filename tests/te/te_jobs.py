@@ -342,14 +342,40 @@ def refused(case: str) -> dict[str, Any]:
     return {"error": "", "unchanged": False}
 
 
-def fused_down_projection() -> str:
-    """Convert latent attention with one down-projection on all ranks; what is said."""
+def own_hybrid_stack(**overrides: Any) -> dict[str, Any]:
+    """The audit of Megatron's own stack of hybrid layers: latent attention and an MLP."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+    from ranks.models import SIZES, initialize_parallel, settings_of
+
+    from megatron_scalevec.audit import audit
+
+    initialize_parallel()
+    settings = {**settings_of("mla", torch.float32), "num_layers": 2, **overrides}
+    latent = hybrid_stack_spec.submodules.mla_layer.submodules.self_attention.submodules
+    latent.core_attention = DotProductAttention  # the weights are not in it
+    model = HybridModel(
+        MLATransformerConfig(**settings),
+        hybrid_stack_spec=hybrid_stack_spec,
+        vocab_size=SIZES["vocabulary"],
+        max_sequence_length=SIZES["sequence"],
+        hybrid_layer_pattern="+-",
+    )
+    _convert(model, strategy="hg")
+    found = audit(model)
+    return {"linears": found.linears_converted, "vectors": found.built_vectors}
+
+
+def latent_refused(**overrides: Any) -> str:
+    """Convert latent attention on all ranks; what is said."""
     from ranks.models import initialize_parallel
 
     from megatron_scalevec import ScaleVecError
 
-    initialize_parallel(tensor_model_parallel_size=2)
-    model = _build("mla", mla_down_proj_fusion=True, tensor_model_parallel_size=2)
+    initialize_parallel(tensor_model_parallel_size=overrides.get("tensor_model_parallel_size", 1))
+    model = _build("mla", **overrides)
     try:
         _convert(model, strategy="hg")
     except ScaleVecError as error:
@@ -504,3 +530,14 @@ def compare_executions(cases: list[dict[str, Any]], **given: Any) -> list[dict[s
     return jobs.compare_executions(
         [{**case, "model": {"implementation": TE, **case.get("model", {})}} for case in cases], **given
     )
+
+
+def telemetry_of_a_step(cases: list[dict[str, Any]], **given: Any) -> list[dict[str, Any] | None]:
+    """As the job of that name, on TransformerEngine's layers."""
+    kernels.replace_optimizers()
+    return jobs.telemetry_of_a_step(
+        [{**case, "model": {"implementation": TE, **case.get("model", {})}} for case in cases], **given
+    )
+
+
+telemetry_by_the_reference = jobs.telemetry_by_the_reference

@@ -62,6 +62,23 @@ def _worst(te_ranks, strategy, sequence_parallel, **more):
 
 def test_one_down_projection_over_ranks_is_refused(te_ranks):
     """Megatron gives the rotary key's rows one rank's gradient alone."""
-    [*found] = te_ranks.run("fused_down_projection", 2)
+    over_ranks = {"mla_down_proj_fusion": True, "tensor_model_parallel_size": 2}
+    [*found] = te_ranks.run("latent_refused", 2, **over_ranks)
     for error in found:
         assert "--mla-down-proj-fusion" in error and "use one tensor-parallel rank" in error
+
+
+def test_a_second_norm_before_the_queries_is_refused(te_ranks):
+    """What Megatron 0.19 makes of --qk-layernorm where the queries have no latent."""
+    [said] = te_ranks.run("latent_refused", q_lora_rank=None)
+    assert "linear_q_proj has a norm of its own" in said and "add --q-lora-rank, drop --qk-layernorm" in said
+
+
+@pytest.mark.parametrize("norms", [True, False])
+def test_megatrons_own_hybrid_stack(te_ranks, norms):
+    """Two down-projections, with --qk-layernorm two up-projections with a norm each, and gate and up."""
+    [found] = te_ranks.run("own_hybrid_stack", qk_layernorm=norms)
+    assert found["linears"] == 2 + 2 * norms + 1
+    names = ["attention q_down", "attention kv_down", "attention k_rope", "mlp gate", "mlp up"]
+    names += ["latent q_up", "latent k_up", "latent v_up"] * norms
+    assert found["vectors"] == {**{f"{name} in": 1 for name in names}, "head logits in": 1}

@@ -48,6 +48,31 @@ def _drop_reduction(optimizer, wrapped) -> None:
         one.complete = lambda sums: None
 
 
+def _wrong_kernels(optimizer, wrapped) -> None:
+    """Passes that are not torch's own do not apply γ to the weights' gradients. At a fresh start γ is one,
+    so nothing else would notice before the second step."""
+    from megatron_scalevec.execution import engine, shard
+
+    class Kernels:
+        fold_parts = staticmethod(shard.fold_parts)
+
+        @staticmethod
+        def split_parts(parts, gradients, masters, gamma, totals) -> None:
+            given = [gradient.clone() for gradient in gradients]
+            shard.split_parts(parts, given, masters, gamma, totals)
+
+    original, step = engine.passes_for, optimizer.step
+
+    def step_by_kernels():
+        engine.passes_for = lambda device: Kernels
+        try:
+            return step()
+        finally:
+            engine.passes_for = original
+
+    optimizer.step = step_by_kernels
+
+
 def _forget_to_write(optimizer, wrapped) -> None:
     _engine(optimizer).write = lambda member: None
 
@@ -95,6 +120,7 @@ FAULTS = {
     "leave-one-out": _leave_one_out,
     "fold-twice": _fold_twice,
     "drop-reduction": _drop_reduction,
+    "wrong-kernels": _wrong_kernels,
     "forget-to-write": _forget_to_write,
     "load-vectors-alone": _load_vectors_alone,
 }

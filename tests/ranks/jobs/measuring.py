@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["bench_gpu_script", "bench_tiny", "count_memory", "list_operations"]
+__all__ = ["bench_gpu_script", "bench_telemetry", "bench_tiny", "count_memory", "list_operations"]
 
 _BENCHMARKS = str(Path(__file__).resolve().parents[3] / "benchmarks")
 
@@ -104,6 +104,18 @@ def bench_tiny() -> dict[str, Any]:
     rows = [{"point": "tiny", **row} for row in counts[1]]
     lines = [step_bench.describe_times(row) for row in times]
     return {"times": times, "counts": counts, "lines": lines + list(map(step_bench.describe_counts, rows))}
+
+
+def bench_telemetry() -> dict[str, Any]:
+    """Rows and lines of telemetry_bench."""
+    from ranks.models import initialize_parallel
+
+    with _benchmarks():
+        import telemetry_bench
+        from training import Sizes
+    initialize_parallel()
+    rows = telemetry_bench.times(Sizes(**_TINY), "unified", rounds=2, interval=100)
+    return {"rows": rows, "lines": [telemetry_bench.describe(row, 100) for row in rows]}
 
 
 def bench_gpu_script() -> dict[str, Any]:

@@ -1,0 +1,63 @@
+"""What the checkpoint that a run is about to load says, before anything is built."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_scalevec.checkpoint.keys import saved_execution
+from megatron_scalevec.checkpoint.layout import TRACKER_FILE, iteration_folder, tracked_iteration
+from megatron_scalevec.config import ScaleVecConfig
+from megatron_scalevec.errors import ScaleVecError
+
+__all__ = ["execution_to_keep"]
+
+
+def execution_to_keep(args: Any) -> tuple[str, str] | None:
+    """The mode of execution in which the run to be resumed was trained, and the folder that says so.
+
+    A run that is resumed with its optimizer's state goes on bit by bit in its own mode only. With weights
+    alone, either mode is as good, but for the layer-wise optimizer, which loads its own mode's.
+
+    Args:
+        args: Megatron's, validated.
+
+    Returns:
+        None where there is no such run: nothing is there, it is stock, or it does not say.
+    """
+    folder = _folder(args)
+    saved = None if folder is None else _saved_arguments(folder)
+    if saved is None or not ScaleVecConfig.from_namespace(saved).active:
+        return None
+    if getattr(args, "optimizer", None) not in ("muon", "dist_muon"):
+        weights_alone = getattr(args, "finetune", False) or getattr(args, "no_load_optim", False)
+        if weights_alone or getattr(saved, "scalevec_executed", None) is None:
+            return None
+    return saved_execution(saved), str(folder)
+
+
+def _folder(args: Any) -> Path | None:
+    """Of the iteration that Megatron will load."""
+    for name in ("load", "pretrained_checkpoint"):
+        root = getattr(args, name, None)
+        step = getattr(args, "ckpt_step", None) if name == "load" else None
+        if not root or not (step or os.path.exists(os.path.join(root, TRACKER_FILE))):
+            continue
+        try:
+            folder = Path(root) / iteration_folder(step or tracked_iteration(root))
+        except ScaleVecError:
+            return None  # what is wrong with it is said when it is loaded
+        return folder if folder.is_dir() else None
+    return None
+
+
+def _saved_arguments(folder: Path) -> Any:
+    from megatron.core import dist_checkpointing, safe_globals
+
+    try:
+        safe_globals.register_safe_globals()
+        return dist_checkpointing.load_common_state_dict(str(folder)).get("args")
+    except Exception:
+        # Of another format, or not whole: the run stops when it loads it, with the reason.
+        return None
