@@ -51,8 +51,8 @@ def flags() -> str:
     parser = add_arguments(argparse.ArgumentParser(add_help=False))
     listed = _listed_values()
     parts = [
-        "# Flags\n\nThey stand among Megatron's own, behind `scalevec launch SCRIPT`, `scalevec pretrain`, in "
-        "a patched Megatron-LM, or in a `--yaml-cfg` file (`scalevec_strategy: hg`). Flags that say what is "
+        "# Flags\n\nThey stand among Megatron's own, behind `scalevec launch SCRIPT`, `scalevec pretrain`, "
+        "in a patched Megatron-LM, or in a `--yaml-cfg` file (`scalevec_strategy: hg`). Flags that say what is "
         "built are part of a run's checkpoints; what the strategies do is in "
         "[Strategies, in formulas](../strategies.md)."
     ]
