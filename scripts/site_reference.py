@@ -52,8 +52,8 @@ def flags() -> str:
     listed = _listed_values()
     parts = [
         "# Flags\n\nThey stand among Megatron's own, behind `scalevec launch SCRIPT`, `scalevec pretrain`, "
-        "in a patched Megatron-LM, or in a `--yaml-cfg` file (`scalevec_strategy: hg`). Flags that say what is "
-        "built are part of a run's checkpoints; what the strategies do is in "
+        "in a patched Megatron-LM, or in a `--yaml-cfg` file (`scalevec_strategy: hg`). Flags that say what "
+        "is built are part of a run's checkpoints; what the strategies do is in "
         "[Strategies, in formulas](../strategies.md)."
     ]
     for action in parser._actions:
