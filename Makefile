@@ -55,6 +55,11 @@ venv-nemo: ## .venv-nemo: the light environment with nemo-toolkit 2.7.3, megatro
 	@python=$$(scripts/find_python.sh --keep .venv-nemo $(NEMO_PYTHONS)) \
 		&& "$$python" scripts/make_env.py nemo
 
+.PHONY: venv-docs
+venv-docs: ## .venv-docs: the main environment with MkDocs
+	@python=$$(scripts/find_python.sh --keep .venv-docs $(MAIN_PYTHONS)) \
+		&& "$$python" scripts/make_env.py docs
+
 .PHONY: demo
 demo: venv ## train with and without scale vectors on the CPU and compare
 	.venv/bin/scalevec demo $(DEMO_ARGS)
@@ -111,10 +116,20 @@ bench: venv ## step time, memory and traffic beside stock, on the CPU (half an h
 performance-doc: venv ## write docs/performance.md anew from the cost formulas
 	.venv/bin/python scripts/performance_doc.py
 
+# Not --quiet: MkDocs then counts no warnings, and none fails it. The variable silences a notice of the theme's on
+# MkDocs 2, which the constraints keep out.
+.PHONY: docs
+docs: venv-docs ## the documentation site, in site/; a warning or a broken link fails it
+	PYTHONPATH=scripts NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+.PHONY: figures
+figures: venv ## draw the figures of docs/how-it-works.md anew
+	.venv/bin/python scripts/site_figures.py
+
 .PHONY: clean
 clean: ## remove the environments of this checkout and what builds and tests left
 	rm -rf .venv .venv-light .venv-te .venv*.discarded .megatron-trees .shellcheck build dist *.egg-info .pytest_cache .ruff_cache
-	rm -rf .venv .venv-light .venv-te .venv-bridge .venv-nemo .venv*.discarded build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-light .venv-te .venv-bridge .venv-nemo .venv-docs .venv*.discarded site build dist *.egg-info .pytest_cache .ruff_cache
 	find . -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: clean-cache

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the environments behind ``make venv``, ``make venv-light`` and so on.
 
-usage: python scripts/make_env.py {main,light,te,bridge,nemo}
+usage: python scripts/make_env.py {main,light,te,bridge,nemo,docs}
 
 The Python that runs this file is the one that the environment gets;
 ``scripts/find_python.sh`` picks it.
@@ -89,6 +89,14 @@ ENVIRONMENTS = {
         "free_gib": 4,
         "target": "venv-nemo",
         "base": "light",
+    },
+    # The site describes the package as it is: its generator imports it, and Megatron with it.
+    "docs": {
+        "folder": ".venv-docs",
+        "extras": ["docs"],
+        "free_gib": 1,
+        "target": "venv-docs",
+        "base": "main",
     },
 }
 

@@ -75,7 +75,7 @@ def _gamma(names, values):
 
 
 def _columns(place, owner, params):
-    """The raw weight [rows, columns] whose columns a vector scales; None for norms and for several weights."""
+    """The raw weight [rows, columns] whose columns a vector scales; None for norms and several weights."""
     layer, _, branch, side = place
     if side != "in" or owner.endswith(("layernorm", ".experts")):
         return None

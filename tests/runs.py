@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from ranks.arguments import tiny_gpt
 
 __all__ = [
     "assert_equal_steps",
+    "assert_equal_telemetry",
     "logits_tolerance",
     "once_per_layout",
     "round_trips",
@@ -85,3 +87,22 @@ def assert_equal_steps(runs: Sequence[dict[str, Any]], serial: Sequence[dict[str
         assert run["audit"] == serial["audit"]
         for name, moved in run["moved"].items():
             np.testing.assert_allclose(moved, serial["moved"][name], rtol=1e-5, err_msg=name)
+
+
+def assert_equal_telemetry(told: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Every figure of every vector, to the rounding of a float32 model."""
+    assert told["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+    names = ("layer", "site", "branch", "side")
+    rows = {tuple(row.pop(name) for name in names): row for row in told["vectors"]}
+    assert len(rows) == len(told["vectors"])
+    assert rows.keys() == expected["figures"].keys()
+    wrong = [
+        (place, name, rows[place][name], value)
+        for place, figures in expected["figures"].items()
+        for name, value in figures.items()
+        # Gradients that are zero in exact arithmetic (of a scale in front of a norm) are rounding.
+        if rows[place][name] != (value if value is None else pytest.approx(value, rel=2e-5, abs=1e-8))
+    ]
+    assert not wrong
+    cosines = {tuple(row[name] for name in names): row["cosine"] for row in told["branches"]}
+    assert cosines == pytest.approx(expected["cosines"], rel=1e-6)

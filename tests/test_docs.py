@@ -18,7 +18,7 @@ BLOCK = re.compile(r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```bash\n(?P<body>.*?)```"
 
 
 def blocks():
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for match in BLOCK.finditer(path.read_text(encoding="utf-8")):
             yield path.name, match["mark"], match["body"]
 
@@ -39,6 +39,32 @@ def test_every_command_is_run_somewhere_or_needs_gpus():
                 assert re.search(rf"^step \d+ make {target}\b", ci, re.MULTILINE), (
                     f"{target} is not in .ci/run"
                 )
+
+
+LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+def anchors(path):
+    """As GitHub and the site make them of headings."""
+    headings = HEADING.findall(path.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere():
+    """Of the files beside docs/ too; those from page to page are also looked at when the site is built."""
+    found = 0
+    for name in ["README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        file = ROOT / name
+        for match in LINK.finditer(file.read_text(encoding="utf-8")):
+            target = file.parent / match["path"] if match["path"] else file
+            if target.parent.name == "reference" and not target.exists():
+                continue  # written when the site is built, which looks at these links
+            assert target.exists(), f"{file.name} links to {match['path']}"
+            if match["anchor"]:
+                assert match["anchor"] in anchors(target), f"{file.name} links to {match[0]}"
+            found += 1
+    assert found > 40
 
 
 @pytest.mark.needs_training

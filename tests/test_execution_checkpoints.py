@@ -6,7 +6,6 @@ import torch
 from ranks.arguments import LAYOUTS, tiny_gpt
 from ranks.pool import RankFailure
 from reference import effective_weight, product
-from safetensors.torch import load_file
 
 from megatron_scalevec.checkpoint.store import CheckpointReader
 
@@ -219,6 +218,8 @@ def test_a_folded_checkpoint_goes_on_in_stock_megatron(ranks, folded):
 
 
 def test_an_export_is_that_of_the_folded_checkpoint(ranks, folded, tmp_path):
+    from safetensors.torch import load_file
+
     folder, out, _ = folded
     for source, step, target in ((folder, ["--step", "5"], "run"), (out, [], "folded")):
         ranks.run("scalevec", arguments=["export", str(source), str(tmp_path / target), *step])

@@ -63,7 +63,7 @@ def test_apex_is_never_required():
     assert "apex" not in {Requirement(entry).name for entry in listed}
 
 
-@pytest.mark.parametrize("name", ["main", "light", "te"])
+@pytest.mark.parametrize("name", ["main", "light", "te", "docs"])
 def test_constraints_pin_what_is_installed(make_env, name):
     base = make_env.ENVIRONMENTS[name].get("base")
     pinned = {**(pins(base) if base else {}), **pins(name)}
@@ -86,7 +86,8 @@ def test_constraints_stand_for_both_ends_of_the_window():
 
 
 def test_an_environment_on_top_of_another_pins_nothing_twice():
-    assert not pins("te").keys() & pins("main").keys()
+    for name in ("te", "docs"):
+        assert not pins(name).keys() & pins("main").keys(), name
     versions = [pins("te")[name] for name in pins("te") if name.startswith("transformer-engine")]
     assert versions == [Version("2.20.2")] * 3
 
@@ -152,6 +153,7 @@ LEGS = [
     "test-te",
     "test-bridge",
     "test-nemo",
+    "docs",
     "demo",
 ]
 

@@ -1,6 +1,7 @@
 """Telemetry beside the float64 reference, in every layout."""
 
 import pytest
+from runs import assert_equal_telemetry
 
 # Nothing of these is folded, so there is one mode.
 ONE_MODE = {("iwd", "optimizer")}
@@ -45,25 +46,6 @@ def reference(ranks):
     return of
 
 
-def assert_equal(told, expected):
-    """Every figure of every vector, to the rounding of a float32 model."""
-    assert told["norm"] == pytest.approx(expected["norm"], rel=1e-5)
-    names = ("layer", "site", "branch", "side")
-    rows = {tuple(row.pop(name) for name in names): row for row in told["vectors"]}
-    assert len(rows) == len(told["vectors"])
-    assert rows.keys() == expected["figures"].keys()
-    wrong = [
-        (place, name, rows[place][name], value)
-        for place, figures in expected["figures"].items()
-        for name, value in figures.items()
-        # Gradients that are zero in exact arithmetic (of a scale in front of a norm) are rounding.
-        if rows[place][name] != (value if value is None else pytest.approx(value, rel=2e-5, abs=1e-8))
-    ]
-    assert not wrong
-    cosines = {tuple(row[name] for name in names): row["cosine"] for row in told["branches"]}
-    assert cosines == pytest.approx(expected["cosines"], rel=1e-6)
-
-
 def told_and_expected(ranks, reference, cases, world_size, data_ranks, sizes):
     """Both modes of execution in one go; the other one has the same masters."""
     wanted = [
@@ -83,10 +65,17 @@ def told_and_expected(ranks, reference, cases, world_size, data_ranks, sizes):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_are_the_references(ranks, reference, layout):
     for told, expected in told_and_expected(ranks, reference, CASES, *LAYOUTS[layout]):
-        assert_equal(told, expected)
+        assert_equal_telemetry(told, expected)
+
+
+def test_masters_that_every_data_parallel_rank_holds_whole(ranks, reference):
+    """Without the distributed optimizer a sum over the ranks has each several times."""
+    cases = [{**CASES["unit"], "mode": mode, "distributed": False} for mode in ("autograd", "optimizer")]
+    for told in ranks.run("telemetry_of_a_step", 2, cases=cases)[-1]:
+        assert_equal_telemetry(told, reference("unit", 2))
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts_count_once(ranks, reference, layout):
     for told, expected in told_and_expected(ranks, reference, EXPERTS, *EXPERT_LAYOUTS[layout]):
-        assert_equal(told, expected)
+        assert_equal_telemetry(told, expected)

@@ -12,10 +12,14 @@ import dataclasses
 import json
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megatron_scalevec.cost import H100_BYTES_PER_SECOND
 from megatron_scalevec.errors import USAGE_EXIT_CODE, ScaleVecError
 from megatron_scalevec.explain.launch_line import Launch, launch_in_command, launch_in_script
+
+if TYPE_CHECKING:
+    from megatron_scalevec.explain.contents import Explanation
 
 __all__ = ["explain", "main"]
 
@@ -61,7 +65,7 @@ def explain(
     world_size: int | None = None,
     every_rank: bool = False,
     bytes_per_second: float = H100_BYTES_PER_SECOND,
-):
+) -> Explanation:
     """Build what a run would build, and look at it. This process is good for nothing else afterwards.
 
     Args:
@@ -74,7 +78,7 @@ def explain(
         bytes_per_second: Memory bandwidth, for the time of folds.
 
     Returns:
-        An :class:`~megatron_scalevec.explain.contents.Explanation`.
+        The model and what was found out about it, :mod:`megatron_scalevec.explain.contents`.
 
     Raises:
         ScaleVecError: Megatron or this package would refuse the run.

@@ -530,3 +530,14 @@ def compare_executions(cases: list[dict[str, Any]], **given: Any) -> list[dict[s
     return jobs.compare_executions(
         [{**case, "model": {"implementation": TE, **case.get("model", {})}} for case in cases], **given
     )
+
+
+def telemetry_of_a_step(cases: list[dict[str, Any]], **given: Any) -> list[dict[str, Any] | None]:
+    """As the job of that name, on TransformerEngine's layers."""
+    kernels.replace_optimizers()
+    return jobs.telemetry_of_a_step(
+        [{**case, "model": {"implementation": TE, **case.get("model", {})}} for case in cases], **given
+    )
+
+
+telemetry_by_the_reference = jobs.telemetry_by_the_reference
