@@ -141,8 +141,8 @@ REFUSALS: tuple[Refusal, ...] = (
             )
         ),
         "Megatron's legacy grouped experts keep the weights of all experts in one transposed tensor and "
-        "multiply by it in the CUDA kernels of the grouped_gemm package alone, so scale vectors on them could "
-        "not be tested",
+        "multiply by it in the CUDA kernels of the grouped_gemm package alone, so scale vectors on them "
+        "could not be tested",
         "use --moe-grouped-gemm with --transformer-impl transformer_engine and without "
         "--moe-use-legacy-grouped-gemm, or drop --moe-grouped-gemm for a module for each expert",
         versions="<0.17",
