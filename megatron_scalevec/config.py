@@ -61,7 +61,7 @@ WEIGHT_DECAYS = {
     "none": "no scale vector decays",
 }
 EXECUTIONS = {
-    "auto": "autograd, until the other mode has been measured on GPUs",
+    "auto": "optimizer where it is proven, else autograd; a resumed run keeps its mode",
     "autograd": "W ⊙ (γ_out γ_inᵀ) is formed in every forward pass",
     "optimizer": "the live weight is W ⊙ (γ_out γ_inᵀ); W is the optimizer's fp32 master",
 }

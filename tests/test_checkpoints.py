@@ -113,14 +113,20 @@ def test_a_stock_checkpoint_does_not_start_a_strategy_by_accident(ranks, tmp_pat
 
 DISTRIBUTED = ["--use-distributed-optimizer"]
 RESHARDABLE = [*DISTRIBUTED, "--dist-ckpt-optim-fully-reshardable"]
+# The other mode's are in test_execution_checkpoints.
+BY_AUTOGRAD = ["--scalevec-execution", "autograd"]
 
 
 @pytest.mark.parametrize(
     ("precision", "optimizer", "flags"),
     [
-        (["--bf16"], [], ["--scalevec-strategy", "unified"]),
-        (["--bf16"], DISTRIBUTED, ["--scalevec-strategy", "unified", "--scalevec-reparam", "unit"]),
-        (["--bf16"], RESHARDABLE, ["--scalevec-strategy", "unified"]),
+        (["--bf16"], [], [*BY_AUTOGRAD, "--scalevec-strategy", "unified"]),
+        (
+            ["--bf16"],
+            DISTRIBUTED,
+            [*BY_AUTOGRAD, "--scalevec-strategy", "unified", "--scalevec-reparam", "unit"],
+        ),
+        (["--bf16"], RESHARDABLE, [*BY_AUTOGRAD, "--scalevec-strategy", "unified"]),
         (["--bf16"], DISTRIBUTED, ["--scalevec-strategy", "unified", "--scalevec-vector-dtype", "fp32"]),
         (["--bf16"], RESHARDABLE, ["--scalevec-strategy", "dnp", "--scalevec-vector-dtype", "fp32"]),
         ([], RESHARDABLE, ["--scalevec-strategy", "unified", "--scalevec-lr-mult", "input=2,output=0.5"]),
@@ -190,7 +196,7 @@ def test_finetuning_starts_from_a_stock_checkpoint_directly(ranks, stock):
     [plain] = ranks.run("train", argv=argv, by_name=False)
     for flags in (["--scalevec-strategy", "unified-foldable"], ["--scalevec-strategy", "iwd"]):
         in_optimizer = [["--bf16", "--scalevec-execution", "optimizer"]] if "iwd" not in flags else []
-        for precision in ([], ["--bf16"], *in_optimizer):
+        for precision in ([], ["--bf16", *BY_AUTOGRAD], *in_optimizer):
             [run] = ranks.run("train", argv=[*argv, *precision, *flags], by_name=False)
             tolerance = 2e-3 if precision else 1e-6
             assert run["losses"][0] == pytest.approx(plain["losses"][0], rel=tolerance)

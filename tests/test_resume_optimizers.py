@@ -18,6 +18,8 @@ OFFLOAD = (
 UNIFIED = ["--scalevec-strategy", "unified"]
 DNP = ["--scalevec-strategy", "dnp"]
 HG = ["--scalevec-strategy", "hg"]
+# Half-precision runs of the other mode are in test_execution_checkpoints, and one of Lion's here.
+BY_AUTOGRAD = ["--scalevec-execution", "autograd"]
 
 
 def _names(values):
@@ -32,8 +34,8 @@ def _names(values):
         (2, ["--optimizer", "adam", *OFFLOAD, *UNIFIED], {"adam"}),
         (1, ["--optimizer", "sgd", *TORCH, *UNIFIED], {"sgd"}),
         (2, ["--optimizer", "muon", *TP2, *UNIFIED], {"adam", "muon"}),
-        (2, ["--optimizer", "muon", "--bf16", *OVERLAPS, *HG], {"adam", "muon"}),
-        (2, ["--optimizer", "dist_muon", "--bf16", *UNIFIED], {"adam", "muon"}),
+        (2, ["--optimizer", "muon", "--bf16", *OVERLAPS, *BY_AUTOGRAD, *HG], {"adam", "muon"}),
+        (2, ["--optimizer", "dist_muon", "--bf16", *BY_AUTOGRAD, *UNIFIED], {"adam", "muon"}),
         (1, ["--optimizer", "muon", "--muon-scalar-optimizer", "lion", *HG], {"lion", "muon"}),
         (2, ["--optimizer", "soap", *TP2, *TORCH, *UNIFIED], {"adam", "soap"}),
         (2, ["--optimizer", "lion", "--bf16", "--use-distributed-optimizer", *HG], {"adam", "lion"}),

@@ -68,6 +68,13 @@ def test_values_are_the_references(ranks, reference, layout):
         assert_equal_telemetry(told, expected)
 
 
+def test_masters_that_every_data_parallel_rank_holds_whole(ranks, reference):
+    """Without the distributed optimizer a sum over the ranks has each several times."""
+    cases = [{**CASES["unit"], "mode": mode, "distributed": False} for mode in ("autograd", "optimizer")]
+    for told in ranks.run("telemetry_of_a_step", 2, cases=cases)[-1]:
+        assert_equal_telemetry(told, reference("unit", 2))
+
+
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts_count_once(ranks, reference, layout):
     for told, expected in told_and_expected(ranks, reference, EXPERTS, *EXPERT_LAYOUTS[layout]):
