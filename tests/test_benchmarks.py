@@ -61,6 +61,7 @@ def test_the_benchmark_of_steps(ranks):
     assert by_autograd["bytes"] > two["bytes"] and by_autograd["flops"] > two["flops"]
 
 
+@pytest.mark.needs_training  # writes for TensorBoard, which the main environment has
 def test_the_benchmark_of_telemetry(ranks):
     [found] = ranks.run("bench_telemetry")
     assert [row["execution"] for row in found["rows"]] == ["optimizer", "autograd"]
