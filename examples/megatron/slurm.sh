@@ -35,7 +35,9 @@ fi
 
 # One torchrun per node; they meet at the first node.
 export NNODES=$SLURM_JOB_NUM_NODES
-RDZV_ENDPOINT=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500
+# No pipe into head: a list longer than a pipe holds would end the job here, by pipefail.
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+RDZV_ENDPOINT=${nodes%%$'\n'*}:29500
 export RDZV_ENDPOINT
 # A requeued job keeps its number, and must not meet its own past.
 export RDZV_ID=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
