@@ -1,13 +1,15 @@
 """Telemetry of whole runs: where it goes, that it changes nothing, and that a resumed run continues it."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from ranks.arguments import LAYOUTS, tiny_gpt
 from ranks.pool import RankFailure
 
-from megatron_scalevec import ScaleVecError
+from megatron_scalevec import ScaleVecConfig, ScaleVecError
+from megatron_scalevec.integration.argument_hooks import _settle_telemetry
 from megatron_scalevec.telemetry import STATISTICS, JsonLines, scalars
 
 
@@ -134,6 +136,19 @@ def test_what_cannot_be_logged_is_refused(ranks, tmp_path, flags, sentence):
     flags = [str(tmp_path / "t.jsonl") if flag == "FILE" else flag for flag in flags]
     with pytest.raises(RankFailure, match=sentence):
         ranks.run("train", argv=tiny_gpt("llama", *flags))
+
+
+def test_an_interval_longer_than_the_run_is_told(capsys):
+    args = SimpleNamespace(scalevec_log="t.jsonl", train_iters=99)
+    current = SimpleNamespace()
+    _settle_telemetry(current, args, ScaleVecConfig(strategy="hg"))
+    assert (
+        current.log_interval == 100
+        and "interval is 100, and the run has 99 iterations" in capsys.readouterr().out
+    )
+    args.train_iters = 100
+    _settle_telemetry(current, args, ScaleVecConfig(strategy="hg"))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.needs_training

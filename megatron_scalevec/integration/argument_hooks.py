@@ -195,6 +195,12 @@ def _settle_telemetry(current: Session, args: Any, config: ScaleVecConfig) -> No
         )
     current.log_interval = LOG_INTERVAL if interval is None else interval
     current.log_file = file
+    steps = getattr(args, "train_iters", None)
+    if steps and current.log_interval > steps:
+        say(
+            f"nothing will be logged: --scalevec-log-interval is {current.log_interval}, and the run has "
+            f"{steps} iterations; give a smaller interval."
+        )
 
 
 def _require_log_file(current: Session, args: Any) -> None:
