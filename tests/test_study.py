@@ -340,7 +340,9 @@ def test_a_killed_study_goes_on_and_ends_with_the_same_report(tmp_path):
         elif found := LOADED.findall(second):
             resumed += 1
             assert reached - int(found[0]) <= interval
-            assert int(ITERATION_LINE.findall(second)[0]) == int(found[0]) + 1
+            # A run that had saved its last step has only its evaluation to do.
+            steps = [int(step) for step in ITERATION_LINE.findall(second)] or [49]
+            assert steps[0] == int(found[0]) + 1
         else:
             assert reached <= interval, "it began anew in spite of a checkpoint"
     assert resumed, "nothing was under way when it was killed"
