@@ -137,6 +137,17 @@ def test_as_bash_does_it(tmp_path, script, arguments, environment):
         ("TP=1; grep -q x y || TP=8; torchrun $TP", False),
         ("L=1; f() { ls x || return 0; L=2; }; f; torchrun $L", False),
         ("L=1; mkdir -p x && torchrun $L", True),
+        ("L=1; for i in 1 2 3; do ls /x && break; L=$i; done; torchrun $L", False),
+        ("L=1; for i in 1 2; do L=5; ls / && break; L=1; done; torchrun $L", False),
+        ("L=1; f() { ls / && return; L=2; }; f; torchrun $L", False),
+        ("i=0; while ((i++ < 3)); do :; done; torchrun $i", False),
+        (
+            "L=1; i=0; while [ $i -lt 3 ]; do if [ $i = 0 ]; then L=1; else L=2; fi; i=$((i+1)); done\n"
+            "torchrun $L",
+            False,
+        ),
+        ("f() { return 1; }; f && L=2; torchrun ${L:-1}", True),
+        ("set -- a b; if ls /x; then shift; fi; torchrun $1", False),
     ],
 )
 def test_what_is_set_is_as_in_bash_or_unknown(tmp_path, script, known):

@@ -111,9 +111,10 @@ class _Exit(Exception):
 class _Leave(Exception):
     """A function or a round of a loop ends here; ``word`` says what."""
 
-    def __init__(self, word: str) -> None:
+    def __init__(self, word: str, status: bool | None = None) -> None:
         super().__init__()
         self.word = word
+        self.status = status
 
 
 class _Shell:
@@ -131,7 +132,7 @@ class _Shell:
         self.local: list[
             dict[str, tuple]
         ] = []  # for every function that runs: what its own names were before
-        self.left = False  # a function or a round of a loop may have ended before
+        self.left: list[tuple[str, tuple]] = []  # where a function or a round of a loop may have ended before
 
     def mark(self, reason: str, closing: str = _ONE) -> str:
         self.unknown.append(f"line {self.line}: {reason}")
@@ -169,7 +170,14 @@ class _Shell:
             self.perhaps([(";", command)], "the command before ||")
             del self.started[started:]
             return _TAKEN
-        status = self.one(command)
+        try:
+            status = self.one(command)
+        except _Exit:
+            self.variables, self.arguments = before
+            return None
+        except _Leave as leaving:
+            self.left.append((leaving.word, self.state()))
+            status = None
         self.merge([before, self.state()])
         return status and _TAKEN
 
@@ -203,8 +211,8 @@ class _Shell:
                 self.run(items)
             except _Exit:
                 continue  # the launch lies behind it, or there is none
-            except _Leave:
-                self.left = True
+            except _Leave as leaving:
+                self.left.append((leaving.word, self.state()))
             outcomes.append(self.state())
         self.depends = before
         if not outcomes:
@@ -214,13 +222,14 @@ class _Shell:
     def apart(self, items: list) -> bool | str | None:
         """Commands in a shell of their own: nothing that they set stays."""
         keep, functions, attributes = self.state(), dict(self.functions), dict(self.attributes)
+        left = list(self.left)
         try:
             return self.run(items)
         except (_Exit, _Leave):
             return None
         finally:
             (self.variables, self.arguments), self.functions = keep, functions
-            self.attributes = attributes
+            self.attributes, self.left = attributes, left
 
     def one(self, command) -> bool | str | None:
         if not isinstance(command, (Group, Function)):
@@ -241,7 +250,7 @@ class _Shell:
         elif isinstance(command, For):
             self.loop(command)
         elif isinstance(command, Loop):
-            self.perhaps(command.body, "how often a loop runs")
+            self.repeatedly(command.body)
         else:
             self.choice(command)
         return True
@@ -268,8 +277,9 @@ class _Shell:
         words = self.fields(command.words)
         if len(words) > _MOST_REPETITIONS or any(map(several_words, words)):
             self.variables[command.name] = self.mark(f"${command.name} of a loop is not known here")
-            self.perhaps(command.body, "how often a loop runs")
+            self.repeatedly(command.body)
             return
+        before = len(self.left)
         for word in words:
             self.variables[command.name] = word
             try:
@@ -278,7 +288,23 @@ class _Shell:
                 if leaving.word == "return":
                     raise
                 if leaving.word == "break":
-                    return
+                    break
+        self.rejoin(before)
+
+    def repeatedly(self, body: list) -> None:
+        """A loop that runs an unknown number of times; what a later round would find is looked at too."""
+        started, before = len(self.started), len(self.left)
+        for _ in range(3):
+            del self.started[started:]
+            self.perhaps(body, "how often a loop runs")
+        self.rejoin(before)
+
+    def rejoin(self, before: int) -> None:
+        """After a loop: the rounds that may have left it early."""
+        left = self.left[before:]
+        if left:
+            self.merge([self.state(), *(state for _, state in left)])
+        self.left[before:] = [one for one in left if one[0] == "return"]
 
     def choice(self, command: Case) -> None:
         word = self.text(command.word)
@@ -367,7 +393,7 @@ class _Shell:
         if name == "exit":
             raise _Exit
         if name in ("return", "break", "continue"):
-            raise _Leave(name)
+            raise _Leave(name, int(rest[0]) == 0 if rest and rest[0].isdigit() else None)
         if name in self.functions:
             return self.call(name, rest)
         if name == "eval":
@@ -411,16 +437,17 @@ class _Shell:
         if self.depth > 20:
             raise ScaleVecError(f"line {self.line}: the function {name} calls itself too often to be read.")
         outer, self.arguments = self.arguments, arguments
-        before, left, self.left = dict(self.variables), self.left, False
+        left, self.left = self.left, []
         self.local.append({})
         self.depth += 1
         try:
-            return self.run(self.functions[name])
-        except _Leave:
-            return None
+            status = self.run(self.functions[name])
+            return status if not self.left else None
+        except _Leave as leaving:
+            return leaving.status if not self.left else None
         finally:
             if self.left:
-                self.merge([(before, []), (self.variables, [])])
+                self.merge([(self.variables, []), *((state[0], []) for _, state in self.left)])
             self.left = left
             for own, (value, attributes) in self.local.pop().items():
                 self.variables.pop(own, None)
