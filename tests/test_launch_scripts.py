@@ -103,6 +103,61 @@ def test_as_bash_does_it(tmp_path, script, arguments, environment):
     assert all(one.certain for one in started)
 
 
+@pytest.mark.parametrize(
+    ("script", "known"),
+    [
+        ("L=2; (L=5); torchrun $L", True),
+        ("L=2; (exit 1); L=3 & torchrun $L; wait", True),
+        ("L=2; echo 5 | L=5; torchrun $L", True),
+        ("L=2; f() { local L=9 M; M=3; }; f; torchrun $L ${M:-none}", True),
+        ("L=2; f() { declare L=9; K=4; }; f; torchrun $L $K", True),
+        ("L=2; let L=7; torchrun $L", True),
+        ("L=2; ((L=7)); ((L++)); torchrun $L", True),
+        ("L=2; ((L *= 3 + 1)); torchrun $L $((-7 / 2)) $((-7 % 2))", True),
+        ("L=2; K=$((L++)); torchrun $L $K", False),
+        ("L=2; printf -v L %d 6; torchrun $L", False),
+        ("L=2; : $((L=9)); torchrun $L", True),
+        ("L=2; : $((L=9, L+1)); torchrun $L", False),
+        ("declare -i L=2+3; L=3*4; torchrun $L", True),
+        ("declare -u L=abc; torchrun $L", False),
+        ('if [[ abc == "a*" ]]; then torchrun 1; else torchrun 2; fi', True),
+        ("if [[ abc == a* && abc != 'a*' ]]; then torchrun 1; else torchrun 2; fi", True),
+        ('if [ abc = "a*" ]; then torchrun 1; else torchrun 2; fi', True),
+        ("case abc in 'a*') torchrun 1;; a*) torchrun 2;; esac", True),
+        ("A=(1 2 3); unset A[0]; torchrun x ${A[0]}", False),
+        ('A=(1 2 3); unset "A[0]"; torchrun "${A[@]}"', False),
+        ("A=([1]=a [0]=b); torchrun ${A[@]}", False),
+        ("torchrun {1..3} {2..-1} a{b,c}d '{1..2}' \"{1,2}\"", True),
+        ("for i in {1..3}; do torchrun $i; done", True),
+        ("torchrun {01..03}", False),
+        ("if cat x | grep -q H100; then TP=8; else TP=1; fi; torchrun $TP", False),
+        ("if cat x | grep -q H100; then TP=8; else TP=8; fi; torchrun $TP", True),
+        ("if ! ls x; then TP=8; fi; torchrun ${TP:-1}", False),
+        ("TP=1; grep -q x y && TP=8; torchrun $TP", False),
+        ("TP=1; grep -q x y || TP=8; torchrun $TP", False),
+        ("L=1; f() { ls x || return 0; L=2; }; f; torchrun $L", False),
+        ("L=1; mkdir -p x && torchrun $L", True),
+        ("L=1; for i in 1 2 3; do ls /x && break; L=$i; done; torchrun $L", False),
+        ("L=1; for i in 1 2; do L=5; ls / && break; L=1; done; torchrun $L", False),
+        ("L=1; f() { ls / && return; L=2; }; f; torchrun $L", False),
+        ("i=0; while ((i++ < 3)); do :; done; torchrun $i", False),
+        (
+            "L=1; i=0; while [ $i -lt 3 ]; do if [ $i = 0 ]; then L=1; else L=2; fi; i=$((i+1)); done\n"
+            "torchrun $L",
+            False,
+        ),
+        ("f() { return 1; }; f && L=2; torchrun ${L:-1}", True),
+        ("set -- a b; if ls /x; then shift; fi; torchrun $1", False),
+    ],
+)
+def test_what_is_set_is_as_in_bash_or_unknown(tmp_path, script, known):
+    expected = what_bash_starts(tmp_path, script)
+    started, _ = commands_of(script, [], {})
+    ours = [["torchrun", *one.words[1:]] for one in started if one.words[0] == "torchrun"]
+    assert any(is_unknown(word) for words in ours for word in words) is not known
+    assert not known or (ours == expected and expected)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("smoke", ["0", "1"])
 def test_the_recipes_are_read_as_bash_runs_them(tmp_path, recipe, smoke):

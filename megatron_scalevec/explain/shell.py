@@ -5,7 +5,8 @@ remove folders, write files, submit jobs or start containers, on a machine it wa
 needed of it is little: variables, arrays, conditions and loops over known words. That part of bash is
 evaluated here. What only the cluster knows (the output of a program, a file, an unset variable) is carried
 along as *unknown*, with the reason, and matters only where it reaches the command line of the run.
-Commands other than the launch are taken to succeed and to set nothing.
+Commands other than the launch are taken to succeed and to set nothing; what a variable becomes where such a
+command decides it is unknown.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.explain.shell_syntax import (
+    DECLARING,
     Assignment,
     Case,
     Command,
@@ -27,10 +29,13 @@ from megatron_scalevec.explain.shell_syntax import (
     Group,
     If,
     Loop,
+    Not,
     Part,
+    Pipeline,
     Word,
     parse,
     parse_word,
+    plain,
 )
 
 __all__ = ["Started", "commands_of", "is_unknown", "readable", "reasons", "several_words"]
@@ -40,6 +45,10 @@ __all__ = ["Started", "commands_of", "is_unknown", "readable", "reasons", "sever
 _OPEN, _ONE, _ANY = "\ue000", "\ue001", "\ue002"
 _MARK = re.compile(f"{_OPEN}(\\d+)[{_ONE}{_ANY}]")
 _MOST_REPETITIONS = 1000
+# The status of a program that is taken to succeed, but is not known to.
+_TAKEN = "taken to succeed"
+_BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
+_SETS = re.compile(r"\+\+|--|(?<![<>=!])=(?!=)|<<=|>>=")
 # ${NAME}, ${NAME[index]}, ${NAME:-word}, ${NAME%pattern} and so on.
 _EXPANSION = re.compile(r"(\w+)(?:\[([^\]]*)\])?(?:(:?[-+=?]|%%?|##?|//?|[,^]{1,2}|:)(.*))?", re.DOTALL)
 
@@ -102,9 +111,10 @@ class _Exit(Exception):
 class _Leave(Exception):
     """A function or a round of a loop ends here; ``word`` says what."""
 
-    def __init__(self, word: str) -> None:
+    def __init__(self, word: str, status: bool | None = None) -> None:
         super().__init__()
         self.word = word
+        self.status = status
 
 
 class _Shell:
@@ -118,79 +128,158 @@ class _Shell:
         self.prefix: list[str] = []  # what starts a shell: srun, a container
         self.line = 0
         self.depth = 0
+        self.attributes: dict[str, str] = {}  # letters of declare: i, r and so on
+        self.local: list[
+            dict[str, tuple]
+        ] = []  # for every function that runs: what its own names were before
+        self.left: list[tuple[str, tuple]] = []  # where a function or a round of a loop may have ended before
 
-    def mark(self, reason: str) -> str:
+    def mark(self, reason: str, closing: str = _ONE) -> str:
         self.unknown.append(f"line {self.line}: {reason}")
-        return f"{_OPEN}{len(self.unknown) - 1}{_ONE}"
+        return f"{_OPEN}{len(self.unknown) - 1}{closing}"
+
+    def forget(self, name: str, reason: str) -> None:
+        """A variable, or an element of an array, gets a value that is not known."""
+        found = re.match(r"([A-Za-z_]\w*)(\[)?", name)
+        if found is None:
+            raise ScaleVecError(f"line {self.line}: which variable is set here is not known.")
+        many = found[2] or isinstance(self.variables.get(found[1]), list)
+        self.variables[found[1]] = self.mark(f"${found[1]} {reason}", _ANY if many else _ONE)
 
     # Control
 
-    def run(self, items: list) -> bool | None:
+    def run(self, items: list) -> bool | str | None:
         """Whether the last command succeeds; None where that is not known."""
-        status: bool | None = True
+        status: bool | str | None = True
         for joined, command in items:
             if (joined == "&&" and status is False) or (joined == "||" and status is True):
                 continue
             if joined in ("&&", "||") and status is None:
                 self.perhaps([(";", command)], f"the command before {joined}")
                 continue
+            if joined in ("&&", "||") and status is _TAKEN:
+                status = self.expected(command, joined)
+                continue
             status = self.one(command)
         return status
 
+    def expected(self, command, joined: str) -> bool | str | None:
+        """After a program that is taken to succeed: it does not decide over a launch, but over variables."""
+        started, before = len(self.started), self.state()
+        if joined == "||":
+            self.perhaps([(";", command)], "the command before ||")
+            del self.started[started:]
+            return _TAKEN
+        try:
+            status = self.one(command)
+        except _Exit:
+            self.variables, self.arguments = before
+            return None
+        except _Leave as leaving:
+            self.left.append((leaving.word, self.state()))
+            status = None
+        self.merge([before, self.state()])
+        return status and _TAKEN
+
+    def state(self) -> tuple[dict, list]:
+        return dict(self.variables), list(self.arguments)
+
+    def merge(self, outcomes: list[tuple[dict, list]]) -> None:
+        """What is the same in every outcome is known."""
+        first, arguments = outcomes[0]
+        if any(other != arguments for _, other in outcomes):
+            arguments = [self.mark("$@ is set under a condition that is not known here", _ANY)]
+        self.variables, self.arguments = dict(first), list(arguments)
+        for name in sorted({name for variables, _ in outcomes for name in variables}):
+            values = [variables.get(name) for variables, _ in outcomes]
+            if any(value != values[0] for value in values):
+                closing = _ANY if any(isinstance(value, list) for value in values) else _ONE
+                reason = f"${name} is set under a condition that is not known here"
+                self.variables[name] = self.mark(reason, closing)
+
     def perhaps(self, items: list, what: str) -> None:
         """Commands that may run or not: what they set is not known afterwards."""
-        before, keep = self.depends, dict(self.variables)
-        self.depends = self.depends or f"line {self.line}: {what} is not known here"
-        try:
-            self.run(items)
-        except (_Exit, _Leave):
-            pass  # the launch lies behind it, or there is none
-        for name in self.variables.keys() | keep.keys():
-            if self.variables.get(name) != keep.get(name):
-                self.variables[name] = self.mark(f"${name} is set under a condition that is not known here")
-        self.depends = before
+        self.one_of([items, []], what)
 
-    def one(self, command) -> bool | None:
+    def one_of(self, alternatives: list[list], what: str) -> None:
+        """One of several lists of commands runs: what they do not agree on is not known afterwards."""
+        before, start, outcomes = self.depends, self.state(), []
+        self.depends = self.depends or f"line {self.line}: {what} is not known here"
+        for items in alternatives:
+            self.variables, self.arguments = dict(start[0]), list(start[1])
+            try:
+                self.run(items)
+            except _Exit:
+                continue  # the launch lies behind it, or there is none
+            except _Leave as leaving:
+                self.left.append((leaving.word, self.state()))
+            outcomes.append(self.state())
+        self.depends = before
+        if not outcomes:
+            raise _Exit
+        self.merge(outcomes)
+
+    def apart(self, items: list) -> bool | str | None:
+        """Commands in a shell of their own: nothing that they set stays."""
+        keep, functions, attributes = self.state(), dict(self.functions), dict(self.attributes)
+        left = list(self.left)
+        try:
+            return self.run(items)
+        except (_Exit, _Leave):
+            return None
+        finally:
+            (self.variables, self.arguments), self.functions = keep, functions
+            self.attributes, self.left = attributes, left
+
+    def one(self, command) -> bool | str | None:
         if not isinstance(command, (Group, Function)):
             self.line = command.line
         if isinstance(command, Command):
             return self.simple(command)
         if isinstance(command, Group):
-            return self.run(command.body)
+            return self.apart(command.body) if command.subshell else self.run(command.body)
+        if isinstance(command, Pipeline):
+            return [self.apart([(";", part)]) for part in command.commands][-1]
+        if isinstance(command, Not):
+            status = self.one(command.command)
+            return not status if isinstance(status, bool) else None
         if isinstance(command, Function):
             self.functions[command.name] = command.body
         elif isinstance(command, If):
-            self.conditional(command)
+            return self.conditional(command)
         elif isinstance(command, For):
             self.loop(command)
         elif isinstance(command, Loop):
-            self.perhaps(command.body, "how often a loop runs")
+            self.repeatedly(command.body)
         else:
             self.choice(command)
         return True
 
-    def conditional(self, command: If) -> None:
-        undecided = False
+    def conditional(self, command: If) -> bool | str | None:
+        possible = []
         for condition, body in command.branches:
+            if possible:  # whether this condition is looked at is not known
+                self.perhaps(condition, "a condition")
+                possible.append(body)
+                continue
             holds = self.run(condition)
             self.line = command.line
-            if holds is None or undecided:
-                undecided = True
-                self.perhaps(body, "a condition")
-            elif holds:
-                self.run(body)
-                return
-        if undecided:
-            self.perhaps(command.otherwise, "a condition")
-        else:
-            self.run(command.otherwise)
+            if holds is True:
+                return self.run(body)
+            if holds is not False:
+                possible.append(body)
+        if not possible:
+            return self.run(command.otherwise)
+        self.one_of([*possible, command.otherwise], "a condition")
+        return None
 
     def loop(self, command: For) -> None:
         words = self.fields(command.words)
         if len(words) > _MOST_REPETITIONS or any(map(several_words, words)):
             self.variables[command.name] = self.mark(f"${command.name} of a loop is not known here")
-            self.perhaps(command.body, "how often a loop runs")
+            self.repeatedly(command.body)
             return
+        before = len(self.left)
         for word in words:
             self.variables[command.name] = word
             try:
@@ -199,63 +288,121 @@ class _Shell:
                 if leaving.word == "return":
                     raise
                 if leaving.word == "break":
-                    return
+                    break
+        self.rejoin(before)
+
+    def repeatedly(self, body: list) -> None:
+        """A loop that runs an unknown number of times; what a later round would find is looked at too."""
+        started, before = len(self.started), len(self.left)
+        for _ in range(3):
+            del self.started[started:]
+            self.perhaps(body, "how often a loop runs")
+        self.rejoin(before)
+
+    def rejoin(self, before: int) -> None:
+        """After a loop: the rounds that may have left it early."""
+        left = self.left[before:]
+        if left:
+            self.merge([self.state(), *(state for _, state in left)])
+        self.left[before:] = [one for one in left if one[0] == "return"]
 
     def choice(self, command: Case) -> None:
         word = self.text(command.word)
-        undecided = is_unknown(word)
+        possible = []
         for patterns, body in command.branches:
-            texts = [self.text(pattern) for pattern in patterns]
-            if undecided or any(map(is_unknown, texts)):
-                undecided = True
-                self.perhaps(body, "a case")
-            elif any(fnmatch.fnmatchcase(word, text) for text in texts):
-                self.run(body)
-                return
+            texts = [self.pattern(pattern) for pattern in patterns]
+            if "*" in texts or (not is_unknown(word) and any(_matches(word, text) for text in texts)):
+                break
+            if is_unknown(word) or any(map(is_unknown, texts)):
+                possible.append(body)
+        else:
+            body = []
+        if possible:
+            self.one_of([*possible, body], "a case")
+        else:
+            self.run(body)
 
     # Commands
 
-    def simple(self, command: Command) -> bool | None:
-        own = {}
+    def simple(self, command: Command) -> bool | str | None:
+        own, unknown = {}, len(self.unknown)
         for assignment in command.assignments:
             if command.words:
                 own[assignment.name] = self.text(assignment.value)
             else:
                 self.assign(assignment)
         if not command.words:
-            return True
+            return True if len(self.unknown) == unknown else _TAKEN
         if command.words[0] == (Part("text", "((", False),):
             value = self.arithmetic(command.words[1][0].value)
             return None if value is None else bool(value)
+        if plain(command.words[0]) == "[[":
+            return _Test(self.operands(command.words[1:]), patterns=True).value()
+        if plain(command.words[0]) in DECLARING:
+            self.declare(plain(command.words[0]), self.fields(command.words[1:]), command.declared)
+            return True
         words = self.fields(command.words)
-        for assignment in command.declared:
-            self.assign(assignment)
         return self.start(words, own) if words else True
 
-    def start(self, words: list[str], own: Mapping[str, str]) -> bool | None:
+    def operands(self, words: list[Word]) -> list[str]:
+        """Of ``[[ ]]``: nothing is split, and what is compared with is a pattern."""
+        found: list[str] = []
+        for word in words:
+            compared = found and found[-1] in ("=", "==", "!=")
+            found.append(self.pattern(word) if compared else self.text(word))
+        return found
+
+    def declare(self, command: str, words: list[str], assignments: list[Assignment]) -> None:
+        letters = "".join(word[1:] for word in words if word.startswith("-"))
+        letters += "r" if command == "readonly" else ""
+        off = any(word.startswith("+") for word in words)
+        names = [word for word in words if word[:1] not in ("-", "+")]
+        own = self.local and command in ("local", "declare", "typeset") and "g" not in letters
+        for name in [*names, *(assignment.name for assignment in assignments)]:
+            name = name.partition("=")[0].rstrip("+")
+            if own and name not in self.local[-1]:
+                self.local[-1][name] = self.variables.get(name), self.attributes.pop(name, "")
+                self.variables.pop(name, None)
+            if off and name in self.variables:
+                self.forget(name, "is declared with +")
+            self.attributes[name] = self.attributes.get(name, "") + re.sub("[^ilucnA]", "", letters)
+        for name in names:
+            if "=" in name:
+                name, _, value = name.partition("=")
+                self.assign(Assignment(name.rstrip("+"), (Part("text", value, True),), name.endswith("+")))
+        for assignment in assignments:
+            self.assign(assignment)
+        if "r" in letters:
+            for name in [*names, *(assignment.name for assignment in assignments)]:
+                self.attributes[name.partition("=")[0]] = "r"
+
+    def start(self, words: list[str], own: Mapping[str, str]) -> bool | str | None:
         name, rest = words[0], words[1:]
         if name == "!":
             status = self.start(rest, own) if rest else True
-            return None if status is None else not status
-        if name in ("[", "[[", "test"):
-            return _Test(rest[:-1] if name == "[" else rest).value()
-        if name in ("true", ":"):
+            return not status if isinstance(status, bool) else None
+        if name in ("[", "test"):
+            return _Test(rest[:-1] if name == "[" else rest, patterns=False).value()
+        if name in ("true", ":", "echo"):
             return True
+        if name == "let":
+            value = [self.arithmetic(expression) for expression in rest or ["0"]][-1]
+            return None if value is None else bool(value)
         if name == "false":
             return False
         if name == "exit":
             raise _Exit
         if name in ("return", "break", "continue"):
-            raise _Leave(name)
+            raise _Leave(name, int(rest[0]) == 0 if rest and rest[0].isdigit() else None)
         if name in self.functions:
             return self.call(name, rest)
         if name == "eval":
             return self.run(parse(" ".join(rest), self.line))
         if inline := _inline(words):
             outer, self.prefix = self.prefix, [*self.prefix, *words[: inline[0]]]
-            status = self.run(parse(words[inline[1]], self.line))
+            self.apart(parse(words[inline[1]], self.line))
             self.prefix = outer
-            return status
+            return _TAKEN
         if name == "set":
             if "--" in rest:
                 self.arguments = rest[rest.index("--") + 1 :]
@@ -263,35 +410,70 @@ class _Shell:
             del self.arguments[: int(rest[0]) if rest and rest[0].isdigit() else 1]
         elif name == "unset":
             for variable in rest:
-                self.variables.pop(variable, None)
+                if "[" in variable:
+                    self.forget(variable, "is changed by index")
+                elif "-f" in rest:
+                    self.functions.pop(variable, None)
+                elif self.attributes.get(variable) != "r":
+                    self.variables.pop(variable, None)
+                    self.attributes.pop(variable, None)
+        elif name == "printf" and rest and rest[0].startswith("-v"):
+            self.forget(rest[0][2:] or "".join(rest[1:2]), "is set by printf")
         elif name in ("read", "mapfile", "readarray", "getopts"):
             for variable in rest:
                 if re.fullmatch(r"[A-Za-z_]\w*", variable):
-                    self.variables[variable] = self.mark(f"${variable} is read from somewhere")
+                    closing = _ONE if name in ("read", "getopts") and "-a" not in rest else _ANY
+                    self.variables[variable] = self.mark(f"${variable} is read from somewhere", closing)
+            return None
         else:
             environment = {k: v for k, v in self.variables.items() if isinstance(v, str)} | dict(own)
             certain = self.depends is None
             whole = (*self.prefix, *words)
             self.started.append(Started(self.line, whole, environment, certain, self.depends or ""))
+            return _TAKEN
         return True
 
-    def call(self, name: str, arguments: list[str]) -> bool | None:
+    def call(self, name: str, arguments: list[str]) -> bool | str | None:
         if self.depth > 20:
             raise ScaleVecError(f"line {self.line}: the function {name} calls itself too often to be read.")
         outer, self.arguments = self.arguments, arguments
+        left, self.left = self.left, []
+        self.local.append({})
         self.depth += 1
         try:
-            return self.run(self.functions[name])
-        except _Leave:
-            return None
+            status = self.run(self.functions[name])
+            return status if not self.left else None
+        except _Leave as leaving:
+            return leaving.status if not self.left else None
         finally:
+            if self.left:
+                self.merge([(self.variables, []), *((state[0], []) for _, state in self.left)])
+            self.left = left
+            for own, (value, attributes) in self.local.pop().items():
+                self.variables.pop(own, None)
+                if value is not None:
+                    self.variables[own] = value
+                self.attributes[own] = attributes
             self.arguments = outer
             self.depth -= 1
 
     def assign(self, assignment: Assignment) -> None:
         name, old = assignment.name, self.variables.get(assignment.name)
+        attributes = self.attributes.get(name, "")
         if assignment.element:
-            self.variables[name] = self.mark(f"${name} is set by index")
+            self.forget(name + "[", "is set by index")
+        elif attributes == "i" and not assignment.append and not isinstance(assignment.value, list):
+            value = self.arithmetic(self.text(assignment.value))
+            self.variables[name] = self.mark(f"${name} is not known here") if value is None else str(value)
+        elif attributes:
+            self.forget(name + "[", "is declared with an attribute")
+        elif isinstance(assignment.value, list) and any(
+            "[" in part.value and not part.quoted
+            for word in assignment.value
+            for part in word[:1]
+            if part.kind == "text"
+        ):
+            self.forget(name + "[", "is set by index")
         elif isinstance(assignment.value, list):
             values = self.fields(assignment.value)
             before = ([old] if isinstance(old, str) else old or []) if assignment.append else []
@@ -309,9 +491,27 @@ class _Shell:
         """A word where it is not split: the right side of an assignment, a pattern."""
         return _as_one("".join(" ".join(self.part(part)) for part in word))
 
+    def pattern(self, word: Word) -> str:
+        """A word that is a pattern: what is quoted in it stands for itself."""
+        values = ((part, " ".join(self.part(part))) for part in word)
+        return _as_one("".join(re.sub(r"([*?[])", r"[\1]", v) if p.quoted else v for p, v in values))
+
     def fields(self, words: Sequence[Word]) -> list[str]:
         """Words as the program gets them."""
-        return [field for word in words for field in self.split(word)]
+        return [field for word in words for field in (self.braces(word) or self.split(word))]
+
+    def braces(self, word: Word) -> list[str] | None:
+        """``{1..3}`` and ``{a,b}``; None where a word has no such part."""
+        skeleton = "".join("\0" if p.quoted or p.kind != "text" else p.value for p in word)
+        if not _BRACES.search(skeleton):
+            return None
+        if found := re.fullmatch(r"\{(0|-?[1-9]\d{0,5})\.\.(0|-?[1-9]\d{0,5})\}", skeleton):
+            first, last = int(found[1]), int(found[2])
+            step = 1 if first <= last else -1
+            return [str(number) for number in range(first, last + step, step)]
+        if found := re.fullmatch(r"([^{}\0]*)\{((?:[^{}\0,]+,)+[^{}\0,]+)\}([^{}\0]*)", skeleton):
+            return [found[1] + piece + found[3] for piece in found[2].split(",")]
+        return [self.mark(f"{skeleton.replace(chr(0), '...')} is not expanded here", _ANY)]
 
     def split(self, word: Word) -> Iterator[str]:
         current: str | None = None
@@ -360,10 +560,12 @@ class _Shell:
             return self.joined(list(self.arguments), text, quoted)
         if length := re.fullmatch(r"#(\w+)(\[[@*]\])?", text):
             value = self.variables.get(length[1], "")
-            if isinstance(value, str) and is_unknown(value):
+            if any(map(is_unknown, [value] if isinstance(value, str) else value)):
                 return [self.mark(f"the length of ${length[1]} is not known here")]
             whole = isinstance(value, list) and length[2]
             return [str(len(value if whole else self.scalar(value)))]
+        if text == "#" and any(map(several_words, self.arguments)):
+            return [self.mark("$# is not known here")]
         if text == "#":
             return [str(len(self.arguments))]
         found = re.fullmatch(
@@ -389,9 +591,11 @@ class _Shell:
             default = self.default(word, quoted)
             if operation[-1] == "=":
                 self.variables[name] = " ".join(default)
+                if self.attributes.get(name):
+                    self.forget(name, "is declared with an attribute")
             return default
         if operation in ("%", "%%", "#", "##") and known:
-            pattern = self.text(parse_word(word, self.line, quoted=False))
+            pattern = self.pattern(parse_word(word, self.line, quoted=False))
             if not is_unknown(pattern):
                 return [_trimmed(value, operation, pattern) for value in values]
         if operation in (",,", "^^") and known and not word:
@@ -408,6 +612,8 @@ class _Shell:
             number = int(name)
             if number == 0:
                 return [self.mark("$0 is the place of the script")]
+            if any(map(several_words, self.arguments)):
+                return [self.mark(f"${name} is not known here")]
             return [self.arguments[number - 1]] if number <= len(self.arguments) else None
         value = self.variables.get(name)
         if value is None:
@@ -418,6 +624,8 @@ class _Shell:
             place = self.arithmetic(index)
             values = [value] if isinstance(value, str) else value
             if place is None:
+                return [self.mark(f"${{{name}[{index}]}} is not known here")]
+            if any(map(several_words, values)):
                 return [self.mark(f"${{{name}[{index}]}} is not known here")]
             return [values[place]] if place < len(values) else None
         return [self.scalar(value)]
@@ -437,10 +645,12 @@ class _Shell:
         expanded = self.text(parse_word(text, self.line, quoted=True))
 
         def value(found: re.Match) -> str:
-            return self.scalar(self.variables.get(found[0], _OPEN)) or "0"
+            return f"({self.scalar(self.variables.get(found[0], _OPEN)) or '0'})"
 
+        if _SETS.search(expanded):
+            return self.calculated(expanded)
         named = re.sub(r"\b[A-Za-z_]\w*\b", value, expanded)
-        if is_unknown(named):
+        if is_unknown(named) or "#" in named:
             return None
         named = named.replace("&&", " and ").replace("||", " or ").replace("/", "//")
         try:
@@ -448,13 +658,28 @@ class _Shell:
         except (SyntaxError, ValueError, KeyError, ZeroDivisionError):
             return None
 
+    def calculated(self, expression: str) -> int | None:
+        """An expression that sets a variable: ``X = ...``, ``X += ...``, ``X++``; others are not known."""
+        expression = re.sub(r"^\s*(\w+)\s*(\+|-)\2\s*$", r"\1 \2= 1", expression)
+        found = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)([^,]*)", expression, re.DOTALL)
+        if found and not _SETS.search(found[3]) and not self.attributes.get(found[1]):
+            old = self.variables.get(found[1])
+            value = self.arithmetic(f"{found[1]} {found[2]} ({found[3]})" if found[2] else found[3])
+            if value is not None and not isinstance(old, list):
+                self.variables[found[1]] = str(value)
+                # X++ has the value before; where only zero or not counts, that is a condition: not known.
+                return value if "1" != found[3].strip() or found[2] not in ("+", "-") else None
+        for name in set(re.findall(r"\b[A-Za-z_]\w*", expression)):
+            self.forget(name, "is set in an arithmetic expression")
+        return None
+
 
 _OPERATIONS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
+    ast.FloorDiv: lambda a, b: _quotient(a, b),
+    ast.Mod: lambda a, b: a - b * _quotient(a, b),
     ast.LShift: operator.lshift,
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -465,6 +690,11 @@ _OPERATIONS = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
+
+
+def _quotient(a: int, b: int) -> int:
+    """Towards zero, as bash divides."""
+    return a // b if (a < 0) == (b < 0) else -(-a // b)
 
 
 def _calculate(node: ast.AST) -> int:
@@ -486,8 +716,9 @@ def _calculate(node: ast.AST) -> int:
 class _Test:
     """``[ ... ]`` and ``[[ ... ]]``. Values are True, False, or None where that is not known."""
 
-    def __init__(self, words: list[str]) -> None:
+    def __init__(self, words: list[str], *, patterns: bool) -> None:
         self.words = words
+        self.patterns = patterns
 
     def value(self) -> bool | None:
         value = self.alternatives()
@@ -523,7 +754,10 @@ class _Test:
                 words.pop(0)
             return value
         if words and words[0] in _COMPARISONS:
-            compare = _COMPARISONS[words.pop(0)]
+            comparison = words.pop(0)
+            compare = _COMPARISONS[comparison]
+            if not self.patterns and comparison in ("=", "==", "!="):
+                compare = operator.ne if comparison == "!=" else operator.eq
             second = words.pop(0) if words else ""
             return None if is_unknown(first + second) else compare(first, second)
         if first in ("-z", "-n") and words and words[0] not in ("&&", "||"):
@@ -548,9 +782,9 @@ def _numbers(compare):
 
 
 _COMPARISONS = {
-    "=": fnmatch.fnmatchcase,
-    "==": fnmatch.fnmatchcase,
-    "!=": lambda a, b: not fnmatch.fnmatchcase(a, b),
+    "=": lambda a, b: _matches(a, b),
+    "==": lambda a, b: _matches(a, b),
+    "!=": lambda a, b: not _matches(a, b),
     "=~": lambda a, b: None,
     "-eq": _numbers(operator.eq),
     "-ne": _numbers(operator.ne),
@@ -559,6 +793,10 @@ _COMPARISONS = {
     "-gt": _numbers(operator.gt),
     "-ge": _numbers(operator.ge),
 }
+
+
+def _matches(text: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
 
 
 def _as_one(text: str) -> str:

@@ -11,11 +11,25 @@ from dataclasses import dataclass, field
 
 from megatron_scalevec.errors import ScaleVecError
 
-__all__ = ["Assignment", "Case", "Command", "For", "Function", "Group", "If", "Loop", "Part", "Word", "parse"]
+__all__ = [
+    "Assignment",
+    "Case",
+    "Command",
+    "For",
+    "Function",
+    "Group",
+    "If",
+    "Loop",
+    "Not",
+    "Part",
+    "Pipeline",
+    "Word",
+    "parse",
+]
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _ASSIGNMENT = re.compile(rf"({NAME})(\[[^\]]*\])?(\+?)=")
-_DECLARING = ("export", "declare", "local", "readonly", "typeset")
+DECLARING = ("export", "declare", "local", "readonly", "typeset")
 _ENDS_A_WORD = " \t\n;&|<>()"
 
 
@@ -86,12 +100,25 @@ class Function:
 class Group:
     line: int
     body: list
+    subshell: bool = False  # what it sets is lost at its end
+
+
+@dataclass
+class Pipeline:
+    line: int
+    commands: list
+
+
+@dataclass
+class Not:
+    line: int
+    command: object
 
 
 def parse(text: str, first_line: int = 1) -> list:
     """A script as a list of (operator before it, command).
 
-    Operators are ``;``, ``&&``, ``||`` and ``|``; a newline and ``&`` count as ``;``.
+    Operators are ``;``, ``&&`` and ``||``; a newline counts as ``;``, what is before ``&`` is a subshell.
 
     Raises:
         ScaleVecError: Something in it is not understood.
@@ -272,15 +299,30 @@ class _Reader:
                 return found
             if any(self.is_word(word) for word in until):
                 return found
-            found.append((operator, self.command()))
-            self.blanks()
+            found.append((operator, self.pipeline()))
             operator = ";"
-            for given in ("&&", "||", "|&", "|", "&"):
-                if self.take(given):
-                    operator = {"|&": "|", "&": ";"}.get(given, given)
-                    break
+            if self.take("&&"):
+                operator = "&&"
+            elif self.take("||"):
+                operator = "||"
+            elif self.ahead(2) != "&>" and self.take("&"):
+                start = max(place for place, (before, _) in enumerate(found) if before == ";")
+                found[start:] = [(";", Group(self.line, found[start:], subshell=True))]
             if self.ahead(2) == ";;":
                 return found
+
+    def pipeline(self):
+        line = self.line
+        if self.keyword("!"):
+            self.blanks()
+            return Not(line, self.pipeline())
+        commands = [self.command()]
+        self.blanks()
+        while self.ahead(2) != "||" and self.match(r"\|&?"):
+            self.newlines()
+            commands.append(self.command())
+            self.blanks()
+        return commands[0] if len(commands) == 1 else Pipeline(line, commands)
 
     def is_word(self, word: str) -> bool:
         return bool(re.compile(re.escape(word) + r"(?=[\s;&|()]|$)").match(self.text, self.at))
@@ -298,17 +340,14 @@ class _Reader:
 
     def command(self):
         line = self.line
-        if self.keyword("!"):
-            self.blanks()
-            return Command(line, words=[(Part("text", "!", False),), *self.command().words])
         if self.keyword("if"):
             return self.after(self.conditional(line))
         if self.keyword("for"):
             return self.after(self.counted(line))
         if self.keyword("while") or self.keyword("until"):
-            self.body("do")
+            condition = self.body("do")
             self.expect("do")
-            found = Loop(line, self.body("done"))
+            found = Loop(line, [*condition, *self.body("done")])
             self.expect("done")
             return self.after(found)
         if self.keyword("case"):
@@ -321,7 +360,7 @@ class _Reader:
             test = (Part("text", "((", False),), (Part("text", self.closed("))"), False),)
             return Command(line, words=list(test))
         if self.take("("):
-            found = Group(line, self.body())
+            found = Group(line, self.body(), subshell=True)
             self.expect_closing()
             return self.after(found)
         function = self.match(rf"(?:function\s+({NAME})\s*(?:\(\s*\))?|({NAME})\s*\(\s*\))\s*(?=[{{(])")
@@ -393,7 +432,9 @@ class _Reader:
                 self.fail("a pattern without )")
             body = self.body("esac")
             branches.append((patterns, body))
-            self.match(r";;&?|;&")
+            if self.match(r";;&|;&"):
+                self.fail("a case that goes on with the next one")
+            self.take(";;")
 
     def simple(self, line: int) -> Command:
         command = Command(line)
@@ -416,11 +457,11 @@ class _Reader:
             if not command.words and (found := self.assignment()):
                 command.assignments.append(found)
                 continue
-            if command.words and _plain(command.words[0]) in _DECLARING and (found := self.assignment()):
+            if command.words and plain(command.words[0]) in DECLARING and (found := self.assignment()):
                 command.declared.append(found)
                 continue
             command.words.append(self.word())
-            double_bracket = double_bracket or (len(command.words) == 1 and _plain(command.words[0]) == "[[")
+            double_bracket = double_bracket or (len(command.words) == 1 and plain(command.words[0]) == "[[")
         if not command.words and not command.assignments:
             self.fail(f"{self.ahead() or 'the end'!r} in the place of a command")
         return command
@@ -453,5 +494,5 @@ class _Reader:
         return True
 
 
-def _plain(word: Word) -> str:
+def plain(word: Word) -> str:
     return word[0].value if len(word) == 1 and word[0].kind == "text" else ""
