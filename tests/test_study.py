@@ -57,6 +57,8 @@ def test_defaults_have_the_baseline_first_and_an_arm_without_the_v_norm():
 def test_rates():
     options = parse(["--optimizers", "adam,muon", "--rates", "2e-3,1e-3", "muon=5e-3"])
     assert options.rates == {"adam": (1e-3, 2e-3), "muon": (5e-3,)}
+    again = parse(["--optimizers", "adam,muon", "--rates", "muon=5e-3", "2e-3,1e-3"])
+    assert again.rates == options.rates, "the order of entries says nothing"
 
 
 BAD = [
@@ -68,6 +70,9 @@ BAD = [
     (["--rates", "fast"], "--rates fast"),
     (["--rates", "0"], "--rates 0"),
     (["--rates", "sgd=1"], "'sgd' is none of"),
+    (["--rates", "1e-3", "2e-3"], "two entries for all optimizers, the second of them 2e-3"),
+    (["--rates", "adam=1e-3", "adam=2e-3"], "two entries for adam"),
+    (["--rates", "muon=1e-3"], "muon is not in this study"),
     (["--tuning-seed", "1235"], "one of --seeds"),
     (["--tuning-steps", "0"], "--tuning-steps 0"),
     (["--widen", "-1"], "--widen -1"),
