@@ -266,6 +266,22 @@ def test_a_study_with_other_settings_is_not_gone_on_with(tmp_path):
         store.open(small(), TEXT, {"torch": "1"})
 
 
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--arms", "stock"], "--arms hg"),
+        (["--seeds", "1234,7"], "--seeds 1235"),
+        (["--optimizers", "muon"], "--optimizers adam"),
+        (["--rates", "2e-3"], "--rates adam=0.001,0.004"),
+    ],
+)
+def test_a_study_does_not_lose_what_it_has(tmp_path, argv, message):
+    store = opened(tmp_path / "study", small())
+    with pytest.raises(ScaleVecError) as raised:
+        store.open(small(*argv), TEXT, VERSIONS)
+    assert f"also has {message}, and without them" in str(raised.value)
+
+
 def test_two_studies_do_not_write_into_one_folder(tmp_path):
     store = opened(tmp_path / "study", small())
     with store.owned() as descriptor:
