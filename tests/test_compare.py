@@ -323,6 +323,8 @@ BAD = [
     (["empty.log", "stock.log"], "empty.log holds no training loss"),
     (["stock.log"], "a comparison needs two labels"),
     (["a=stock.log", "a=stock.log", "b=hg.log"], "no repetitions of one another"),
+    (["a=plain.log", "a=./plain.log", "b=hg.log"], "both called 'a', are the same run"),
+    (["a=plain.log", "a=copy.log", "b=hg.log"], "both called 'a', are the same run"),
     (["stock.log", "hg.log", "--baseline", "dp"], "no run is called 'dp'"),
     (["stock.log", "hg.log", "--confidence", "20"], "--confidence 20"),
     (["stock.log", "hg.log", "--seq-length", "0"], "--seq-length 0"),
@@ -339,6 +341,7 @@ def test_bad_input_is_refused(tmp_path, monkeypatch, capsys, argv, message):
     write_log(tmp_path / "stock.log", "stock", 1, [4.0, 3.0])
     write_log(tmp_path / "hg.log", "hg", 1, [4.0, 2.9])
     (tmp_path / "plain.log").write_text(ITERATION.format(step=1, ms=1, loss=2.0) + "\n")
+    (tmp_path / "copy.log").write_text((tmp_path / "plain.log").read_text())
     (tmp_path / "empty.log").write_text("nothing\n")
     (tmp_path / "other.json").write_text("{}")
     before = sorted(tmp_path.iterdir())

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy
 
 from megatron_scalevec.compare.reading import Run
 from megatron_scalevec.compare.statistics import (
@@ -124,6 +128,18 @@ def _require_distinct(label: str, group: Sequence[Run]) -> None:
                 f"{sources}: these runs are all called {label!r} and have the seed {seed}, so they are no "
                 "repetitions of one another; give them labels of their own, LABEL=PATH."
             )
+    for first, second in itertools.combinations(group, 2):
+        if _same(first, second):
+            raise ScaleVecError(
+                f"{first.source}, {second.source}: these runs, both called {label!r}, are the same run, and "
+                "would count as two seeds; name it once."
+            )
+
+
+def _same(first: Run, second: Run) -> bool:
+    if os.path.realpath(first.source) == os.path.realpath(second.source):
+        return True
+    return numpy.array_equal(first.steps, second.steps) and numpy.array_equal(first.losses, second.losses)
 
 
 def _row(label: str, groups: dict[str, list[Run]], baseline: str, by: str, level: float) -> Row:
