@@ -312,6 +312,11 @@ def test_demos_are_read(tmp_path):
         ("hg", 1235),
     ]
     assert terminal_gap(runs[::2], runs[1::2], by="validation").mean == pytest.approx(-0.02)
+    report = _report("stock,hg", "2")
+    report["runs"][1]["final_validation_loss"] = None  # as it writes NaN
+    (tmp_path / "diverged.json").write_text(json.dumps(report))
+    with pytest.raises(ScaleVecError, match="hg.*diverged at step"):
+        compare(read_runs(tmp_path / "diverged.json"))
     with pytest.raises(ScaleVecError, match="holds 4 runs"):
         read_run(tmp_path)
     with pytest.raises(ScaleVecError, match="leave the label out"):
@@ -325,6 +330,10 @@ BAD = [
     (["a=stock.log", "a=stock.log", "b=hg.log"], "no repetitions of one another"),
     (["a=plain.log", "a=./plain.log", "b=hg.log"], "both called 'a', are the same run"),
     (["a=plain.log", "a=copy.log", "b=hg.log"], "both called 'a', are the same run"),
+    (["hg.log", "nan.log"], "nan.log diverged at step 2"),
+    (["hg.log", "late.log"], "late.log diverged at step 2"),
+    (["hg.log", "ended.log"], "ended.log diverged at step 3"),
+    (["hg.log", "inf.jsonl"], "inf.jsonl diverged at step 7"),
     (["stock.log", "hg.log", "--baseline", "dp"], "no run is called 'dp'"),
     (["stock.log", "hg.log", "--confidence", "20"], "--confidence 20"),
     (["stock.log", "hg.log", "--seq-length", "0"], "--seq-length 0"),
@@ -342,6 +351,12 @@ def test_bad_input_is_refused(tmp_path, monkeypatch, capsys, argv, message):
     write_log(tmp_path / "hg.log", "hg", 1, [4.0, 2.9])
     (tmp_path / "plain.log").write_text(ITERATION.format(step=1, ms=1, loss=2.0) + "\n")
     (tmp_path / "copy.log").write_text((tmp_path / "plain.log").read_text())
+    write_log(tmp_path / "nan.log", "stock", 1, [4.0, float("nan"), 3.0])
+    write_log(tmp_path / "late.log", "stock", 1, [4.0, 3.0])
+    late = (tmp_path / "late.log").read_text()
+    (tmp_path / "late.log").write_text(re.sub(r"(lm loss value: *)[\d.E+]+", r"\1nan", late))
+    (tmp_path / "ended.log").write_text(late + "RuntimeError: Unexpected result nan (iteration 3)\n")
+    (tmp_path / "inf.jsonl").write_text('{"step": 7, "loss": Infinity}\n')
     (tmp_path / "empty.log").write_text("nothing\n")
     (tmp_path / "other.json").write_text("{}")
     before = sorted(tmp_path.iterdir())
