@@ -244,6 +244,13 @@ def test_logs_are_read(tmp_path):
     assert read_run(tmp_path / "log", "mine").label == "mine"
 
 
+def test_a_validation_that_training_went_on_after_is_not_final(tmp_path):
+    write_log(tmp_path / "log", "hg", 7, [4.0, 3.0, 2.0])
+    with open(tmp_path / "log", "a") as log:
+        log.write(ITERATION.format(step=4, ms=1, loss=1.9) + "\n")
+    assert read_run(tmp_path / "log").final_validation is None
+
+
 def test_a_log_that_leaves_steps_out(tmp_path):
     (tmp_path / "plain.log").write_text(LOG)
     run = read_run(tmp_path / "plain.log")

@@ -42,7 +42,7 @@ class LogReader:
         self.validation: dict[int, float] = {}
         """Validation loss at the steps where it was measured during training."""
         self.final_validation: float | None = None
-        """Validation loss after training."""
+        """Validation loss after training; None again once training went on after it."""
         self.parameters: int | None = None
         """Trainable parameters of the first rank that names them."""
         self.samples: dict[int, int] = {}
@@ -96,7 +96,8 @@ class LogReader:
             self.parameters = int(match[1])
 
     def _iteration(self, step: int, fields: dict[str, str]) -> None:
-        self.failed_at = None  # it went on from a checkpoint
+        # It went on from a checkpoint, or for more steps: what was the end is none.
+        self.failed_at = self.final_validation = None
         loss = _number(fields.get("lm loss"))
         time = _number(fields.get("elapsed time per iteration (ms)"))
         if loss is not None:
