@@ -416,6 +416,15 @@ def test_labels_and_paths_may_hold_equals_signs(tmp_path, monkeypatch, capsys):
     assert "absent.log does not exist" in capsys.readouterr().err
 
 
+def test_labels_may_hold_brackets(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_log(tmp_path / "a.log", "stock", 1, [4.0, 3.0])
+    write_log(tmp_path / "b.log", "hg", 1, [4.0, 2.5])
+    assert main(["compare", "[red]=a.log", "b[/b]=b.log"]) == 0
+    shown = capsys.readouterr().out
+    assert "against [red]" in shown and shown.count("b[/b]") == 2
+
+
 def test_the_python_of_the_documentation_runs(tmp_path, six_logs):
     (tmp_path / "stock1.log").rename("stock.log")
     (tmp_path / "hg1.log").rename("hg.log")
