@@ -276,6 +276,30 @@ def test_json_lines_are_read(tmp_path):
         read_run(path)
 
 
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (b'{"step": NaN, "loss": 2.0}', "2 has the step nan"),
+        (b'{"step": Infinity, "loss": 2.0}', "2 has the step inf"),
+        (b'{"step": -1, "loss": 2.0}', "2 has the step -1"),
+        (b'{"step": 1' + b"0" * 400 + b', "loss": 2.0}', "2 has the step inf"),
+        (b'{"step": 1' + b"0" * 30 + b', "loss": 2.0}', "2 has the step 1e"),
+        (b'{"step": 2, "label": "\xff"}', "2 is no JSON object in UTF-8"),
+    ],
+)
+def test_json_lines_that_cannot_be_are_refused(tmp_path, line, message):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n' + line + b"\n")
+    with pytest.raises(ScaleVecError, match=f"run.jsonl:{message}"):
+        read_run(path)
+
+
+def test_a_loss_beyond_what_a_float_can_be_is_none(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1' + "0" * 400 + "}\n")
+    assert read_run(path).diverged_at == 2
+
+
 def test_tensorboard_is_read(tmp_path):
     if importlib.util.find_spec("tensorboard") is None:  # the light environment
         with pytest.raises(ScaleVecError, match="read with tensorboard, which is not installed"):

@@ -27,6 +27,8 @@ _TOKENS = ("tokens", "consumed_tokens")
 _SAMPLES = ("consumed_samples", "consumed samples", "samples")
 _SECONDS = ("step_seconds", "iteration-time")
 _MILLISECONDS = ("step_time_ms", "elapsed_time_per_iteration_ms")
+# Steps stay whole numbers in a float.
+_LAST_STEP = 2**53
 _MEMORY = ("memory_bytes", "mem-max-allocated-bytes")
 
 
@@ -203,7 +205,10 @@ def _value(line: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
     for name in names:
         value = line.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError:  # an integer beyond what a float can be
+                return math.inf if value > 0 else -math.inf
     return None
 
 
@@ -211,16 +216,18 @@ def _json_lines(path: Path, seq_length: int | None) -> Run:
     """One object a line; what a line does not have, others may. Later lines of a step count."""
     series: dict[str, dict[int, float]] = {}
     seed, label = None, path.stem
-    with open(path, encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            if not text.strip():
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.strip():
                 continue
             try:
-                line = json.loads(text)
+                line = json.loads(raw.decode("utf-8"))
             except ValueError:
-                if not text.endswith("\n"):
+                if not raw.endswith(b"\n"):
                     continue  # the run is writing it
-                raise ScaleVecError(f"{path}:{number} is no JSON object; each line must be one.") from None
+                raise ScaleVecError(
+                    f"{path}:{number} is no JSON object in UTF-8; each line must be one."
+                ) from None
             if not isinstance(line, dict):
                 raise ScaleVecError(f"{path}:{number} is no JSON object; each line must be one.")
             seed = line["seed"] if isinstance(line.get("seed"), int) else seed
@@ -229,6 +236,10 @@ def _json_lines(path: Path, seq_length: int | None) -> Run:
             step = _value(line, _STEP)
             if step is None:
                 continue
+            if not 0 <= step <= _LAST_STEP:
+                raise ScaleVecError(
+                    f"{path}:{number} has the step {step:g}; a step is a number from 0 to {_LAST_STEP:.0e}."
+                )
             for name, names in _SERIES.items():
                 if (value := _value(line, names)) is not None:
                     series.setdefault(name, {})[int(step)] = value
