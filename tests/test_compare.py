@@ -244,6 +244,13 @@ def test_logs_are_read(tmp_path):
     assert read_run(tmp_path / "log", "mine").label == "mine"
 
 
+def test_a_validation_that_training_went_on_after_is_not_final(tmp_path):
+    write_log(tmp_path / "log", "hg", 7, [4.0, 3.0, 2.0])
+    with open(tmp_path / "log", "a") as log:
+        log.write(ITERATION.format(step=4, ms=1, loss=1.9) + "\n")
+    assert read_run(tmp_path / "log").final_validation is None
+
+
 def test_a_log_that_leaves_steps_out(tmp_path):
     (tmp_path / "plain.log").write_text(LOG)
     run = read_run(tmp_path / "plain.log")
@@ -267,6 +274,30 @@ def test_json_lines_are_read(tmp_path):
     path.write_text('{"step": 1, "loss": 2.0}\nspam\n')
     with pytest.raises(ScaleVecError, match="run.jsonl:2 is no JSON object"):
         read_run(path)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (b'{"step": NaN, "loss": 2.0}', "2 has the step nan"),
+        (b'{"step": Infinity, "loss": 2.0}', "2 has the step inf"),
+        (b'{"step": -1, "loss": 2.0}', "2 has the step -1"),
+        (b'{"step": 1' + b"0" * 400 + b', "loss": 2.0}', "2 has the step inf"),
+        (b'{"step": 1' + b"0" * 30 + b', "loss": 2.0}', "2 has the step 1e"),
+        (b'{"step": 2, "label": "\xff"}', "2 is no JSON object in UTF-8"),
+    ],
+)
+def test_json_lines_that_cannot_be_are_refused(tmp_path, line, message):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n' + line + b"\n")
+    with pytest.raises(ScaleVecError, match=f"run.jsonl:{message}"):
+        read_run(path)
+
+
+def test_a_loss_beyond_what_a_float_can_be_is_none(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1' + "0" * 400 + "}\n")
+    assert read_run(path).diverged_at == 2
 
 
 def test_tensorboard_is_read(tmp_path):
@@ -312,6 +343,11 @@ def test_demos_are_read(tmp_path):
         ("hg", 1235),
     ]
     assert terminal_gap(runs[::2], runs[1::2], by="validation").mean == pytest.approx(-0.02)
+    report = _report("stock,hg", "2")
+    report["runs"][1]["final_validation_loss"] = None  # as it writes NaN
+    (tmp_path / "diverged.json").write_text(json.dumps(report))
+    with pytest.raises(ScaleVecError, match="hg.*diverged at step"):
+        compare(read_runs(tmp_path / "diverged.json"))
     with pytest.raises(ScaleVecError, match="holds 4 runs"):
         read_run(tmp_path)
     with pytest.raises(ScaleVecError, match="leave the label out"):
@@ -323,10 +359,19 @@ BAD = [
     (["empty.log", "stock.log"], "empty.log holds no training loss"),
     (["stock.log"], "a comparison needs two labels"),
     (["a=stock.log", "a=stock.log", "b=hg.log"], "no repetitions of one another"),
+    (["a=plain.log", "a=./plain.log", "b=hg.log"], "both called 'a', are the same run"),
+    (["a=plain.log", "a=copy.log", "b=hg.log"], "both called 'a', are the same run"),
+    (["hg.log", "nan.log"], "nan.log diverged at step 2"),
+    (["hg.log", "late.log"], "late.log diverged at step 2"),
+    (["hg.log", "ended.log"], "ended.log diverged at step 3"),
+    (["hg.log", "inf.jsonl"], "inf.jsonl diverged at step 7"),
     (["stock.log", "hg.log", "--baseline", "dp"], "no run is called 'dp'"),
     (["stock.log", "hg.log", "--confidence", "20"], "--confidence 20"),
     (["stock.log", "hg.log", "--seq-length", "0"], "--seq-length 0"),
     (["stock.log", "hg.log", "--png", "absent/loss.png"], "cannot be written"),
+    (["stock.log", "a=hg.log", "--json", "./hg.log"], "hg.log cannot be written: it is the run hg.log"),
+    (["stock.log", ".", "--json", "report.json"], "report.json cannot be written: it is of the run ."),
+    (["stock.log", "hg.log", "--png", "x", "--html", "./x"], "x cannot be written: it is another output"),
     (["stock.log", "plain.log", "--by", "validation"], "compare by training"),
     (["other.json", "stock.log"], "no report of scalevec demo"),
     (["stock.log", "--nonsense"], "--nonsense"),
@@ -339,6 +384,13 @@ def test_bad_input_is_refused(tmp_path, monkeypatch, capsys, argv, message):
     write_log(tmp_path / "stock.log", "stock", 1, [4.0, 3.0])
     write_log(tmp_path / "hg.log", "hg", 1, [4.0, 2.9])
     (tmp_path / "plain.log").write_text(ITERATION.format(step=1, ms=1, loss=2.0) + "\n")
+    (tmp_path / "copy.log").write_text((tmp_path / "plain.log").read_text())
+    write_log(tmp_path / "nan.log", "stock", 1, [4.0, float("nan"), 3.0])
+    write_log(tmp_path / "late.log", "stock", 1, [4.0, 3.0])
+    late = (tmp_path / "late.log").read_text()
+    (tmp_path / "late.log").write_text(re.sub(r"(lm loss value: *)[\d.E+]+", r"\1nan", late))
+    (tmp_path / "ended.log").write_text(late + "RuntimeError: Unexpected result nan (iteration 3)\n")
+    (tmp_path / "inf.jsonl").write_text('{"step": 7, "loss": Infinity}\n')
     (tmp_path / "empty.log").write_text("nothing\n")
     (tmp_path / "other.json").write_text("{}")
     before = sorted(tmp_path.iterdir())
@@ -386,6 +438,15 @@ def test_labels_and_paths_may_hold_equals_signs(tmp_path, monkeypatch, capsys):
     assert "dp+reparam=unit ended 0.5000 below stock" in capsys.readouterr().out
     assert main(["compare", "lr=1.log", "new=absent.log"]) == 2
     assert "absent.log does not exist" in capsys.readouterr().err
+
+
+def test_labels_may_hold_brackets(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_log(tmp_path / "a.log", "stock", 1, [4.0, 3.0])
+    write_log(tmp_path / "b.log", "hg", 1, [4.0, 2.5])
+    assert main(["compare", "[red]=a.log", "b[/b]=b.log"]) == 0
+    shown = capsys.readouterr().out
+    assert "against [red]" in shown and shown.count("b[/b]") == 2
 
 
 def test_the_python_of_the_documentation_runs(tmp_path, six_logs):

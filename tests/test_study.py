@@ -18,7 +18,7 @@ from rich.console import Console
 from test_demo import LOG
 
 from megatron_scalevec import study
-from megatron_scalevec.compare import read_runs
+from megatron_scalevec.compare import compare, read_runs
 from megatron_scalevec.demo.runs import Machine, RunFailed, carry_out
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.study.arms import read_arm
@@ -57,6 +57,8 @@ def test_defaults_have_the_baseline_first_and_an_arm_without_the_v_norm():
 def test_rates():
     options = parse(["--optimizers", "adam,muon", "--rates", "2e-3,1e-3", "muon=5e-3"])
     assert options.rates == {"adam": (1e-3, 2e-3), "muon": (5e-3,)}
+    again = parse(["--optimizers", "adam,muon", "--rates", "muon=5e-3", "2e-3,1e-3"])
+    assert again.rates == options.rates, "the order of entries says nothing"
 
 
 BAD = [
@@ -68,6 +70,9 @@ BAD = [
     (["--rates", "fast"], "--rates fast"),
     (["--rates", "0"], "--rates 0"),
     (["--rates", "sgd=1"], "'sgd' is none of"),
+    (["--rates", "1e-3", "2e-3"], "two entries for all optimizers, the second of them 2e-3"),
+    (["--rates", "adam=1e-3", "adam=2e-3"], "two entries for adam"),
+    (["--rates", "muon=1e-3"], "muon is not in this study"),
     (["--tuning-seed", "1235"], "one of --seeds"),
     (["--tuning-steps", "0"], "--tuning-steps 0"),
     (["--widen", "-1"], "--widen -1"),
@@ -261,6 +266,22 @@ def test_a_study_with_other_settings_is_not_gone_on_with(tmp_path):
         store.open(small(), TEXT, {"torch": "1"})
 
 
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--arms", "stock"], "--arms hg"),
+        (["--seeds", "1234,7"], "--seeds 1235"),
+        (["--optimizers", "muon"], "--optimizers adam"),
+        (["--rates", "2e-3"], "--rates adam=0.001,0.004"),
+    ],
+)
+def test_a_study_does_not_lose_what_it_has(tmp_path, argv, message):
+    store = opened(tmp_path / "study", small())
+    with pytest.raises(ScaleVecError) as raised:
+        store.open(small(*argv), TEXT, VERSIONS)
+    assert f"also has {message}, and without them" in str(raised.value)
+
+
 def test_two_studies_do_not_write_into_one_folder(tmp_path):
     store = opened(tmp_path / "study", small())
     with store.owned() as descriptor:
@@ -448,7 +469,8 @@ def test_report_of_a_study_that_is_not_complete(tmp_path):
     assert (
         "| `dp` | 1.9000 | diverged | missing |" in page and "| `iwd` | missing | missing | missing |" in page
     )
-    assert isinstance(read_runs(tmp_path / "study")[0].label, str)
+    runs = read_runs(tmp_path / "study")
+    assert compare(runs).notes[0].endswith("study: runs that diverged, which are left out: dp 1.")
 
 
 def test_report_before_anything_has_ended(tmp_path):

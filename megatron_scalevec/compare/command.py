@@ -12,6 +12,7 @@ from rich.console import Console
 from megatron_scalevec.compare.comparison import compare
 from megatron_scalevec.compare.reading import Run, read_runs
 from megatron_scalevec.compare.rendering import render, table
+from megatron_scalevec.demo.folder import REPORT
 from megatron_scalevec.demo.options import SentenceParser
 from megatron_scalevec.demo.process import quiet, require_matplotlib
 from megatron_scalevec.demo.report import write_report
@@ -21,6 +22,7 @@ __all__ = ["run"]
 
 # Where output is no terminal its width is a guess; the table needs this much.
 _PLAIN_WIDTH = 150
+_OWN = (REPORT, "study.json")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,6 +85,7 @@ def run(argv: Sequence[str]) -> int:
     outputs = [path for path in (args.png, args.html, args.json) if path is not None]
     for path in outputs:
         _require_writable(path)
+    _require_apart(outputs, [_named(text)[1] for text in args.runs])
     if args.png or args.html:
         require_matplotlib("scalevec compare")
     with quiet():
@@ -108,12 +111,30 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _read(text: str, seq_length: int | None) -> list[Run]:
-    """The runs of ``[LABEL=]RUN``; labels and paths may hold an equals sign themselves."""
+    label, path = _named(text)
+    return read_runs(path, label, seq_length)
+
+
+def _named(text: str) -> tuple[str | None, str]:
+    """Label and path of ``[LABEL=]RUN``; both may hold an equals sign themselves."""
     if not os.path.exists(text):
         for index in (index for index, sign in enumerate(text) if sign == "=" and index):
             if os.path.exists(text[index + 1 :]):
-                return read_runs(text[index + 1 :], text[:index], seq_length)
-    return read_runs(text, None, seq_length)
+                return text[:index], text[index + 1 :]
+    return None, text
+
+
+def _require_apart(outputs: Sequence[Path], inputs: Sequence[str]) -> None:
+    """No output may take the place of a run, or of another output."""
+    taken = {os.path.realpath(path): f"the run {path}" for path in inputs}
+    for path in inputs:
+        # What a folder of a demo or study is read from.
+        taken |= {os.path.realpath(os.path.join(path, name)): f"of the run {path}" for name in _OWN}
+    for path in outputs:
+        place = os.path.realpath(path)
+        if place in taken:
+            raise ScaleVecError(f"{path} cannot be written: it is {taken[place]}; give another file.")
+        taken[place] = "another output as well"
 
 
 def _require_writable(path: Path) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy
 
 from megatron_scalevec.compare.reading import Run
 from megatron_scalevec.compare.statistics import (
@@ -99,6 +103,8 @@ def compare(
     if len(groups) < 2:
         named = f"all runs are called {next(iter(groups))!r}" if groups else "no runs were named"
         raise ScaleVecError(f"{named}, and a comparison needs two labels: name runs as LABEL=PATH.")
+    for run in runs:
+        _require_finite(run)
     for label, group in groups.items():
         _require_distinct(label, group)
     if baseline is None:
@@ -115,6 +121,19 @@ def compare(
     return Comparison(groups, baseline, by, rows, tuple(_notes(groups, rows, by, level)))
 
 
+def _require_finite(run: Run) -> None:
+    at = run.diverged_at
+    if at is None and not numpy.isfinite(run.losses).all():
+        at = int(run.steps[~numpy.isfinite(run.losses)][0])
+    if at is None and run.final_validation is not None and not math.isfinite(run.final_validation):
+        at = int(run.steps[-1])
+    if at is not None:
+        raise ScaleVecError(
+            f"{run.source} diverged at step {at}: its loss is no finite number there, so that nothing can be "
+            "computed from it; leave it out, and say beside the comparison that it diverged."
+        )
+
+
 def _require_distinct(label: str, group: Sequence[Run]) -> None:
     seeds = [run.seed for run in group if run.seed is not None]
     for seed in seeds:
@@ -124,6 +143,18 @@ def _require_distinct(label: str, group: Sequence[Run]) -> None:
                 f"{sources}: these runs are all called {label!r} and have the seed {seed}, so they are no "
                 "repetitions of one another; give them labels of their own, LABEL=PATH."
             )
+    for first, second in itertools.combinations(group, 2):
+        if _same(first, second):
+            raise ScaleVecError(
+                f"{first.source}, {second.source}: these runs, both called {label!r}, are the same run, and "
+                "would count as two seeds; name it once."
+            )
+
+
+def _same(first: Run, second: Run) -> bool:
+    if os.path.realpath(first.source) == os.path.realpath(second.source):
+        return True
+    return numpy.array_equal(first.steps, second.steps) and numpy.array_equal(first.losses, second.losses)
 
 
 def _row(label: str, groups: dict[str, list[Run]], baseline: str, by: str, level: float) -> Row:
@@ -172,7 +203,7 @@ def _ratio(mine: float | None, theirs: float | None) -> float | None:
 def _notes(groups: dict[str, list[Run]], rows: Sequence[Row], by: str, level: float) -> list[str]:
     runs = [run for group in groups.values() for run in group]
     silent = [run.source for run in runs if run.tokens is None]
-    notes = []
+    notes = list(dict.fromkeys(run.remark for run in runs if run.remark))
     if silent:
         notes.append(
             f"{silent[0]}{' and others do' if len(silent) > 1 else ' does'} not say how many "

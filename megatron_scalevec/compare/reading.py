@@ -27,6 +27,8 @@ _TOKENS = ("tokens", "consumed_tokens")
 _SAMPLES = ("consumed_samples", "consumed samples", "samples")
 _SECONDS = ("step_seconds", "iteration-time")
 _MILLISECONDS = ("step_time_ms", "elapsed_time_per_iteration_ms")
+# Steps stay whole numbers in a float.
+_LAST_STEP = 2**53
 _MEMORY = ("memory_bytes", "mem-max-allocated-bytes")
 
 
@@ -54,9 +56,13 @@ class Run:
     memory_bytes: float | None = None
     """Largest memory allocated on a GPU."""
     seed: int | None = None
+    diverged_at: int | None = None
+    """The first step whose loss was no finite number; the losses hold the others."""
+    remark: str = ""
+    """What is to be said of the place that it was read from."""
 
     def __post_init__(self) -> None:
-        if not len(self.steps):
+        if not len(self.steps) and self.diverged_at is None:
             raise ScaleVecError(f"{self.source} holds no training loss; name a run that has taken steps.")
 
 
@@ -128,7 +134,7 @@ def _json(path: Path) -> Any:
 
 def _array(values: Mapping[int, float], steps: list[int]) -> numpy.ndarray | None:
     """The values at the steps; between those that are there, and beyond, as a line."""
-    if not values:
+    if not values or not steps:
         return None
     known = sorted(values)
     return numpy.interp(steps, known, [values[step] for step in known]).astype(float)
@@ -141,9 +147,13 @@ def _make(
     *,
     tokens: Mapping[int, float] | None = None,
     milliseconds: Mapping[int, float] | None = None,
+    failed_at: int | None = None,
     **more: Any,
 ) -> Run:
     steps = sorted(step for step, loss in losses.items() if loss is not None and math.isfinite(loss))
+    unusable = [step for step in losses if losses[step] is None or not math.isfinite(losses[step])]
+    if failed_at is not None:
+        unusable.append(failed_at)
     seconds = None
     median = None
     if milliseconds:
@@ -161,6 +171,7 @@ def _make(
         tokens=_array(tokens or {}, steps),
         seconds=seconds,
         step_time_ms=median,
+        diverged_at=min(unusable, default=None),
         **more,
     )
 
@@ -182,6 +193,7 @@ def _log(path: Path, seq_length: int | None) -> Run:
         log.training,
         tokens=_tokens(log.samples, seq_length),
         milliseconds=log.step_times,
+        failed_at=log.failed_at,
         validation=tuple(sorted(log.validation.items())),
         final_validation=log.final_validation,
         memory_bytes=None if log.memory_megabytes is None else log.memory_megabytes * 2**20,
@@ -193,7 +205,10 @@ def _value(line: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
     for name in names:
         value = line.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError:  # an integer beyond what a float can be
+                return math.inf if value > 0 else -math.inf
     return None
 
 
@@ -201,16 +216,18 @@ def _json_lines(path: Path, seq_length: int | None) -> Run:
     """One object a line; what a line does not have, others may. Later lines of a step count."""
     series: dict[str, dict[int, float]] = {}
     seed, label = None, path.stem
-    with open(path, encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            if not text.strip():
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.strip():
                 continue
             try:
-                line = json.loads(text)
+                line = json.loads(raw.decode("utf-8"))
             except ValueError:
-                if not text.endswith("\n"):
+                if not raw.endswith(b"\n"):
                     continue  # the run is writing it
-                raise ScaleVecError(f"{path}:{number} is no JSON object; each line must be one.") from None
+                raise ScaleVecError(
+                    f"{path}:{number} is no JSON object in UTF-8; each line must be one."
+                ) from None
             if not isinstance(line, dict):
                 raise ScaleVecError(f"{path}:{number} is no JSON object; each line must be one.")
             seed = line["seed"] if isinstance(line.get("seed"), int) else seed
@@ -219,6 +236,10 @@ def _json_lines(path: Path, seq_length: int | None) -> Run:
             step = _value(line, _STEP)
             if step is None:
                 continue
+            if not 0 <= step <= _LAST_STEP:
+                raise ScaleVecError(
+                    f"{path}:{number} has the step {step:g}; a step is a number from 0 to {_LAST_STEP:.0e}."
+                )
             for name, names in _SERIES.items():
                 if (value := _value(line, names)) is not None:
                     series.setdefault(name, {})[int(step)] = value
@@ -325,13 +346,16 @@ def demo_runs(report: Any, source: str) -> list[Run]:
         raise ScaleVecError(f"{source} is no report of scalevec demo.")
     runs = []
     for entry in report["runs"]:
+        final = entry["final_validation_loss"]
         run = _make(
             f"{source}: {entry['name']}",
             entry["strategy"],
             {point["step"]: point["loss"] for point in entry["training"]},
             tokens={point["step"]: point["tokens"] for point in entry["training"]},
             validation=tuple((p["step"], p["loss"]) for p in entry["validation"] if p["loss"] is not None),
-            final_validation=entry["final_validation_loss"],
+            final_validation=final,
+            # Every run of a demo has one, and JSON has no other word for one that is no number.
+            failed_at=entry["training"][-1]["step"] if final is None and entry["training"] else None,
             seed=entry["seed"],
         )
         runs.append(_with_even_steps(run, entry["step_time_ms"]["median"]))
@@ -346,15 +370,18 @@ def _with_even_steps(run: Run, milliseconds: float | None) -> Run:
 
 
 def _study_runs(folder: Path) -> list[Run]:
-    from megatron_scalevec.study.report import finished_runs
+    from megatron_scalevec.study.report import diverged_runs, finished_runs
     from megatron_scalevec.study.store import Store
 
     runs = finished_runs(Store(folder))
+    remark = ""
+    if diverged := diverged_runs(Store(folder)):
+        counted = ", ".join(f"{label} {count}" for label, count in diverged.items())
+        remark = f"{folder}: runs that diverged, which are left out: {counted}."
     if not runs:
-        raise ScaleVecError(
-            f"{folder} holds no finished run at a chosen learning rate yet; let the study go on."
-        )
-    return runs
+        said = f"{folder} holds no finished run at a chosen learning rate yet; let the study go on. {remark}"
+        raise ScaleVecError(said.rstrip())
+    return [replace(run, remark=remark) for run in runs]
 
 
 def study_run(result: Mapping[str, Any], label: str, tokens_per_step: int, source: str) -> Run:

@@ -7,6 +7,7 @@ import html
 import io
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from megatron_scalevec.compare.comparison import Comparison, Row
@@ -56,9 +57,9 @@ def table(comparison: Comparison) -> Table:
         title_style="",
     )
     for index, column in enumerate(_columns(comparison)):
-        made.add_column(column, justify="right" if index else "left")
+        made.add_column(escape(column), justify="right" if index else "left")
     for row in comparison.rows:
-        made.add_row(*cells(row))
+        made.add_row(*map(escape, cells(row)))
     return made
 
 

@@ -23,6 +23,7 @@ _ARGUMENT = re.compile(r"^\s*(seq_length|seed|scalevec_strategy) \.+ (\S+)\s*$")
 _TORCHRUN = re.compile(r"torch[./]distributed[./]elastic|torch[./]distributed[./]run|ChildFailedError")
 # These say the cause by themselves; what Megatron does afterwards may fail in a way of its own.
 _CAUSE = re.compile(r"scalevec: error|ERROR:.*Unexpected result")
+_UNEXPECTED = "Unexpected result"
 
 
 class LogReader:
@@ -41,7 +42,7 @@ class LogReader:
         self.validation: dict[int, float] = {}
         """Validation loss at the steps where it was measured during training."""
         self.final_validation: float | None = None
-        """Validation loss after training."""
+        """Validation loss after training; None again once training went on after it."""
         self.parameters: int | None = None
         """Trainable parameters of the first rank that names them."""
         self.samples: dict[int, int] = {}
@@ -50,6 +51,8 @@ class LogReader:
         """Largest memory allocated on a GPU, of the first ranks of the stages that report theirs."""
         self.arguments: dict[str, str] = {}
         """``seq_length``, ``seed`` and ``scalevec_strategy`` as Megatron prints them."""
+        self.failed_at: int | None = None
+        """The step at which Megatron gave up because the loss was no finite number, if nothing followed."""
         self.step = 0
         self._starting = False
         self._first: tuple[int, float] | None = None
@@ -87,10 +90,14 @@ class LogReader:
         elif match := _MEMORY.search(line):
             # CPU mode reports none.
             self.memory_megabytes = max(self.memory_megabytes or 0.0, _number(match[1]) or 0.0) or None
+        elif _UNEXPECTED in line:
+            self.failed_at = self.step + 1
         elif self.parameters is None and (match := _PARAMETERS.search(line)):
             self.parameters = int(match[1])
 
     def _iteration(self, step: int, fields: dict[str, str]) -> None:
+        # It went on from a checkpoint, or for more steps: what was the end is none.
+        self.failed_at = self.final_validation = None
         loss = _number(fields.get("lm loss"))
         time = _number(fields.get("elapsed time per iteration (ms)"))
         if loss is not None:
@@ -124,7 +131,7 @@ def _number(text: str | None) -> float | None:
 
 def diverged(excerpt: Iterable[str]) -> bool:
     """Whether a :func:`failure_excerpt` says that the loss was no finite number any more."""
-    return any("Unexpected result" in line for line in excerpt)
+    return any(_UNEXPECTED in line for line in excerpt)
 
 
 def failure_excerpt(path: Path, lines: int = 15) -> list[str]:

@@ -212,23 +212,34 @@ def parse(argv: Sequence[str]) -> Options:
         "optimizers": tuple(optimizers),
         "tuning_steps": args.tuning_steps or args.steps,
         "seeds": seeds,
-        "rates": {name: rates for name, rates in _rates(args.rates).items() if name in optimizers},
+        "rates": _rates(args.rates, optimizers),
         "text": None if args.text is None else tuple(args.text),
     }
     return Options(**values)
 
 
-def _rates(given: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    found = dict(_RATES)
+def _rates(given: Sequence[str], optimizers: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """The rates of every optimizer of the study: its own entry, else the general one, else the default."""
+    entries: dict[str, tuple[float, ...]] = {}
     for text in given:
         name, equals, numbers = text.rpartition("=")
         if equals and name not in OPTIMIZERS:
             raise ScaleVecError(f"--rates {text}: {name!r} is none of {', '.join(OPTIMIZERS)}.")
+        if equals and name not in optimizers:
+            raise ScaleVecError(
+                f"--rates {text}: {name} is not in this study; leave the entry out, or add {name} to "
+                "--optimizers."
+            )
+        if name in entries:
+            raise ScaleVecError(
+                f"--rates has two entries for {name or 'all optimizers'}, the second of them {text}: "
+                "give one, with commas between the rates."
+            )
         try:
             rates = tuple(sorted({float(part) for part in demo.names_in(numbers)}))
         except ValueError:
             rates = ()
         if not rates or not all(0 < rate < math.inf for rate in rates):
             raise ScaleVecError(f"--rates {text}: give positive numbers with commas between them.")
-        found.update({key: rates for key in ([name] if equals else OPTIMIZERS)})
-    return found
+        entries[name] = rates
+    return {name: entries.get(name, entries.get("", _RATES[name])) for name in optimizers}

@@ -21,7 +21,7 @@ from megatron_scalevec.study.options import BASELINE, OPTIMIZERS, Options
 from megatron_scalevec.study.plan import Cell, Job, Tuning, cells, tuning_of
 from megatron_scalevec.study.store import Store
 
-__all__ = ["KIND", "finished_runs", "make_report", "markdown", "write_study_report"]
+__all__ = ["KIND", "diverged_runs", "finished_runs", "make_report", "markdown", "write_study_report"]
 
 KIND = "scalevec study report"
 
@@ -79,6 +79,12 @@ def finished_runs(store: Store) -> list[Run]:
     """The runs at the chosen learning rates that did not diverge."""
     options, _ = _options(store)
     return [run for found in _collect(options, store) for run in found.runs]
+
+
+def diverged_runs(store: Store) -> dict[str, int]:
+    """How many runs at the chosen learning rates diverged, by label, where any did."""
+    options, _ = _options(store)
+    return {_label(f.cell, options): f.diverged for f in _collect(options, store) if f.diverged}
 
 
 def make_report(store: Store) -> dict[str, Any]:

@@ -98,6 +98,13 @@ class Store:
                 "both would not be comparable: give the same, or name another folder. Arms, optimizers, "
                 "seeds and learning rates may be added."
             )
+        left_out = _left_out(known["options"], options.record())
+        if left_out:
+            raise ScaleVecError(
+                f"--out {self.folder} holds a study that also has {'; '.join(left_out)}, and without them "
+                "its report would leave out what was run: name them too, or name another folder. "
+                "--report-only reports what is there."
+            )
 
     def save_description(self, options: Options, **more: Any) -> None:
         """Write ``study.json``."""
@@ -144,6 +151,21 @@ class Store:
             yield descriptor
         finally:
             os.close(descriptor)
+
+
+def _left_out(known: dict[str, Any], given: dict[str, Any]) -> list[str]:
+    """What a study on record has and the one that is given has not, in words."""
+    pairs = [("--" + name, known[name], given[name]) for name in ("arms", "optimizers", "seeds")]
+    pairs += [
+        (f"--rates {name}=", rates, given["rates"][name])
+        for name, rates in known["rates"].items()
+        if name in given["rates"]
+    ]
+    found = []
+    for name, old, new in pairs:
+        if lost := [str(value) for value in old if value not in new]:
+            found.append(f"{name}{'' if name.endswith('=') else ' '}{','.join(lost)}")
+    return found
 
 
 def _replace(path: Path, value: dict[str, Any]) -> None:
