@@ -400,8 +400,8 @@ def result(store, job, loss, parameters_added=0):
 
 
 def fill(store, options, losses):
-    """Results of all runs that are wanted; ``losses`` gives those of the seeds by arm, ``...`` "
-    "leaves one out."""
+    """Results of all runs that are wanted; ``losses`` gives those of the seeds by arm, ``...`` leaves one
+    out."""
     while jobs := wanted(options, store.losses()):
         if jobs[0].stage == "tune":
             for job in jobs:

@@ -177,8 +177,8 @@ def _row(label: str, groups: dict[str, list[Run]], baseline: str, by: str, level
 
 
 def token_ratio_of(baseline: Sequence[Run], other: Sequence[Run], level: float) -> Interval:
-    """The geometric mean of :func:`token_ratio` over seeds: of the same seed where there are "
-    "such runs, else of every run with every other, without an interval."""
+    """The geometric mean of :func:`token_ratio` over seeds: of the same seed where there are such runs,
+    else of every run with every other, without an interval."""
     paired = pairs(baseline, other)
     matched = paired or [(theirs, mine) for theirs in baseline for mine in other]
     logs = [math.log(token_ratio(theirs, mine)) for theirs, mine in matched]
