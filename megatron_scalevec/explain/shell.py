@@ -129,9 +129,8 @@ class _Shell:
         self.line = 0
         self.depth = 0
         self.attributes: dict[str, str] = {}  # letters of declare: i, r and so on
-        self.local: list[
-            dict[str, tuple]
-        ] = []  # for every function that runs: what its own names were before
+        # For every function that runs: what its own names were before.
+        self.local: list[dict[str, tuple]] = []
         self.left: list[tuple[str, tuple]] = []  # where a function or a round of a loop may have ended before
 
     def mark(self, reason: str, closing: str = _ONE) -> str:
@@ -378,9 +377,6 @@ class _Shell:
 
     def start(self, words: list[str], own: Mapping[str, str]) -> bool | str | None:
         name, rest = words[0], words[1:]
-        if name == "!":
-            status = self.start(rest, own) if rest else True
-            return not status if isinstance(status, bool) else None
         if name in ("[", "test"):
             return _Test(rest[:-1] if name == "[" else rest, patterns=False).value()
         if name in ("true", ":", "echo"):
@@ -674,11 +670,16 @@ class _Shell:
         return None
 
 
+def _quotient(a: int, b: int) -> int:
+    """Towards zero, as bash divides."""
+    return a // b if (a < 0) == (b < 0) else -(-a // b)
+
+
 _OPERATIONS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.FloorDiv: lambda a, b: _quotient(a, b),
+    ast.FloorDiv: _quotient,
     ast.Mod: lambda a, b: a - b * _quotient(a, b),
     ast.LShift: operator.lshift,
     ast.Eq: operator.eq,
@@ -690,11 +691,6 @@ _OPERATIONS = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-
-
-def _quotient(a: int, b: int) -> int:
-    """Towards zero, as bash divides."""
-    return a // b if (a < 0) == (b < 0) else -(-a // b)
 
 
 def _calculate(node: ast.AST) -> int:
@@ -781,9 +777,13 @@ def _numbers(compare):
     return compared
 
 
+def _matches(text: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
+
+
 _COMPARISONS = {
-    "=": lambda a, b: _matches(a, b),
-    "==": lambda a, b: _matches(a, b),
+    "=": _matches,
+    "==": _matches,
     "!=": lambda a, b: not _matches(a, b),
     "=~": lambda a, b: None,
     "-eq": _numbers(operator.eq),
@@ -793,10 +793,6 @@ _COMPARISONS = {
     "-gt": _numbers(operator.gt),
     "-ge": _numbers(operator.ge),
 }
-
-
-def _matches(text: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
 
 
 def _as_one(text: str) -> str:
