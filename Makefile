@@ -128,8 +128,8 @@ figures: venv ## draw the figures of docs/how-it-works.md anew
 
 .PHONY: clean
 clean: ## remove the environments of this checkout and what builds and tests left
-	rm -rf .venv .venv-light .venv-te .venv*.discarded .megatron-trees .shellcheck build dist *.egg-info .pytest_cache .ruff_cache
-	rm -rf .venv .venv-light .venv-te .venv-bridge .venv-nemo .venv-docs .venv*.discarded site build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-light .venv-te .venv-bridge .venv-nemo .venv-docs .venv*.discarded .megatron-trees .shellcheck
+	rm -rf site build dist *.egg-info .pytest_cache .ruff_cache
 	find . -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: clean-cache
