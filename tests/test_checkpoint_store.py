@@ -18,9 +18,9 @@ from megatron_scalevec.checkpoint.store import (
     Box,
     CheckpointReader,
     Piece,
-    endable,
     write_checkpoint,
 )
+from megatron_scalevec.lifetime import stopped_by_signals
 
 DP = {"strategy": "dp"}
 
@@ -255,7 +255,7 @@ def test_an_interrupted_writer_leaves_no_checkpoint(tmp_path, number):
             ready()
             time.sleep(60)
 
-        with endable():
+        with stopped_by_signals():
             small(tmp_path / "out", before_commit=wait)
 
     child = Child(write)

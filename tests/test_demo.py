@@ -21,8 +21,8 @@ from megatron_scalevec.demo.folder import ResultFolder, check_place
 from megatron_scalevec.demo.logs import LogReader, failure_excerpt
 from megatron_scalevec.demo.model import command, evaluation_interval
 from megatron_scalevec.demo.options import built_strategies, parse
-from megatron_scalevec.demo.process import Stopped, stopped_by_signals
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.lifetime import Stopped, stopped_by_signals
 
 ITERATION = (
     " [2026-11-29 20:01:11.239271] iteration        {step}/      10 |"

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.hybrid_layers import HYBRID_PARTS, hybrid_pattern
+from megatron_scalevec.lifetime import stopped_by_signals
 from megatron_scalevec.support import expert_tensor_parallel
 
 __all__ = ["fold_checkpoint", "main", "refuse_kinds", "unfold_checkpoint"]
@@ -23,8 +24,6 @@ def main(command: str, argv: Sequence[str]) -> int:
     Raises:
         ScaleVecError: It cannot be done; nothing was written.
     """
-    from megatron_scalevec.checkpoint.store import endable
-
     parser = _parser(command)
     options = parser.parse_args(argv)
     choices = {
@@ -34,7 +33,7 @@ def main(command: str, argv: Sequence[str]) -> int:
         "say": print,
     }
     try:
-        with endable():
+        with stopped_by_signals():
             if command == "fold":
                 fold_checkpoint(options.checkpoint, options.out, **choices)
             else:

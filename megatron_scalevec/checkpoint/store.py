@@ -9,14 +9,11 @@ theirs. Both sides handle one stored chunk at a time. While a checkpoint is rewr
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import io
 import json
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +62,6 @@ __all__ = [
     "CheckpointReader",
     "Piece",
     "StoredTensor",
-    "endable",
     "write_checkpoint",
 ]
 
@@ -381,21 +377,3 @@ class _WriteLazily(DefaultSavePlanner):
             )
         self._done(piece.bytes)
         return made.contiguous()
-
-
-@contextlib.contextmanager
-def endable(signals: Iterable[int] = (signal.SIGTERM,)) -> Iterator[None]:
-    """Let a request to end the process raise KeyboardInterrupt, as Ctrl-C does, so that files are removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number, frame):
-        raise KeyboardInterrupt
-
-    previous = {number: signal.signal(number, interrupt) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

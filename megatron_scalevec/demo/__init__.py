@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_scalevec.demo import options as _options
 from megatron_scalevec.demo.folder import REPORT, ResultFolder, check_place
-from megatron_scalevec.demo.process import Stopped, quiet, required_versions, stopped_by_signals
+from megatron_scalevec.demo.process import quiet, required_versions
 from megatron_scalevec.demo.text import Corpus, read_corpus, write_dataset
+from megatron_scalevec.lifetime import Stopped, stopped_by_signals
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""What the commands that start runs need of their own process: versions, silence, and an orderly end."""
+"""What the commands that start runs need of their own process: versions, and silence."""
 
 from __future__ import annotations
 
@@ -6,23 +6,12 @@ import contextlib
 import importlib.util
 import logging
 import platform
-import signal
-import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 from megatron_scalevec.errors import ScaleVecError
 
-__all__ = ["Stopped", "quiet", "required_versions", "require_matplotlib", "stopped_by_signals"]
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal asked the command to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+__all__ = ["quiet", "required_versions", "require_matplotlib"]
 
 
 def require_matplotlib(user: str) -> None:
@@ -73,28 +62,3 @@ def quiet() -> Iterator[None]:
             yield
         finally:
             logging.disable(logging.NOTSET)
-
-
-@contextlib.contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Turn the first signal into :class:`Stopped`; later ones do not disturb cleaning up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread gets signals
-        return
-    stopped = False
-
-    def stop(number: int, _frame: Any) -> None:
-        nonlocal stopped
-        if not stopped:
-            stopped = True
-            raise Stopped(number)
-
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGHUP"):
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.lifetime import stopped_by_signals
 
 __all__ = ["export_main", "import_main"]
 
@@ -35,10 +36,8 @@ def import_main(argv: Sequence[str]) -> int:
 
 
 def _run(work: Callable[[], None]) -> int:
-    from megatron_scalevec.checkpoint.store import endable
-
     try:
-        with endable():
+        with stopped_by_signals():
             work()
     except KeyboardInterrupt:
         print("\nscalevec: stopped; nothing was left behind.", file=sys.stderr)

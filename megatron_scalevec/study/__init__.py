@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_scalevec.demo.process import Stopped, quiet, required_versions, stopped_by_signals
+from megatron_scalevec.demo.process import quiet, required_versions
 from megatron_scalevec.demo.text import Corpus, read_corpus, write_dataset
+from megatron_scalevec.lifetime import Stopped, stopped_by_signals
 from megatron_scalevec.study import options as _options
 from megatron_scalevec.study.options import Options
 from megatron_scalevec.study.store import Store
