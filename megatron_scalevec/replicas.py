@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_scalevec.audit.chunks import unwrap
+from megatron_scalevec.audit.chunks import is_expert, unwrap
 from megatron_scalevec.errors import ScaleVecError
 
 __all__ = ["check_replicas"]
@@ -82,9 +82,8 @@ def _replicas(chunks: Iterable[torch.nn.Module]) -> Iterator[_Replicas]:
     for over, of_experts, shards, group_of in kinds:
         found: dict[torch.dtype, _Replicas] = {}
         for name, param in params:
-            is_expert = not getattr(param, "allreduce", True)
             is_shard = bool(getattr(param, "tensor_model_parallel", False))
-            if is_expert == of_experts and (shards or not is_shard):
+            if is_expert(param) == of_experts and (shards or not is_shard):
                 entry = found.setdefault(param.dtype, _Replicas(over, group_of()))
                 entry.params.append((name, param))
         yield from (entry for entry in found.values() if entry.group.size() > 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["expert_ranks", "is_copy", "latent_norm_scales", "unsharded_numel", "unwrap"]
+__all__ = ["expert_ranks", "is_copy", "is_expert", "latent_norm_scales", "unsharded_numel", "unwrap"]
 
 
 def is_copy(chunk: torch.nn.Module, name: str) -> bool:
@@ -18,13 +18,16 @@ def is_copy(chunk: torch.nn.Module, name: str) -> bool:
     return name.startswith("embedding.") and not chunk.pre_process
 
 
+def is_expert(param: torch.nn.Parameter) -> bool:
+    """Whether other expert-parallel ranks have other experts in this parameter's place."""
+    return not getattr(param, "allreduce", True)
+
+
 def expert_ranks(param: torch.nn.Parameter) -> int:
     """Number of expert-parallel ranks that hold such a parameter for other experts; 1 outside of experts."""
     from megatron.core import parallel_state
 
-    if getattr(param, "allreduce", True):
-        return 1
-    return parallel_state.get_expert_model_parallel_world_size()
+    return parallel_state.get_expert_model_parallel_world_size() if is_expert(param) else 1
 
 
 def latent_norm_scales(model: torch.nn.Module) -> set[str]:
@@ -40,7 +43,7 @@ def unsharded_numel(param: torch.nn.Parameter) -> int:
     from megatron.core import parallel_state
 
     sharded = getattr(param, "tensor_model_parallel", False)
-    if getattr(param, "allreduce", True):
+    if not is_expert(param):
         return param.numel() * (parallel_state.get_tensor_model_parallel_world_size() if sharded else 1)
     shards = parallel_state.get_expert_tensor_parallel_world_size() if sharded else 1
     return param.numel() * shards * expert_ranks(param)

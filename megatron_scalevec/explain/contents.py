@@ -21,6 +21,7 @@ from megatron_scalevec.audit import (
     rank_record,
     unsharded_numel,
 )
+from megatron_scalevec.audit.chunks import is_expert
 from megatron_scalevec.audit.groups import ELEMENTWISE, GroupOfParameter
 from megatron_scalevec.checkpoint.guard import scaled_weights
 from megatron_scalevec.cost import Cost, Holding, cost
@@ -217,7 +218,7 @@ def _holding(chunks: Iterable[Any], weights: Iterable[torch.nn.Parameter], of_ex
     """
 
     def counts(param: torch.nn.Parameter) -> bool:
-        return getattr(param, "allreduce", True) != of_experts
+        return is_expert(param) == of_experts
 
     folded = [weight for weight in weights if counts(weight)]
     weight_bytes = max((weight.element_size() for weight in folded), default=0)

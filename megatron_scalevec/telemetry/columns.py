@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from megatron_scalevec.audit.chunks import is_expert
 from megatron_scalevec.execution.folds import own_folds
 from megatron_scalevec.execution.members import Shard
 from megatron_scalevec.execution.shard import Run, column_squares, runs_of
 from megatron_scalevec.fold import RowMap
 from megatron_scalevec.layers.linear import FoldedLinear
 from megatron_scalevec.layers.router import FoldedReplicated
-from megatron_scalevec.telemetry.holdings import data_parallel_group, is_expert
+from megatron_scalevec.telemetry.holdings import data_parallel_group
 from megatron_scalevec.telemetry.vectors import Found
 
 __all__ = ["Columns"]

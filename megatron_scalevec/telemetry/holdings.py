@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from megatron_scalevec.execution.members import Member, Shard, leaves_of
 
-__all__ = ["data_parallel_group", "holdings_of", "is_expert"]
+__all__ = ["data_parallel_group", "holdings_of"]
 
 
 def holdings_of(optimizer: Any) -> dict[torch.nn.Parameter, Shard]:
@@ -37,11 +37,6 @@ def holdings_of(optimizer: Any) -> dict[torch.nn.Parameter, Shard]:
             full_precision = chain(*(group["params"] for group in leaf.param_groups))
         found.update((param, Shard(param, param, 0, param.numel())) for param in full_precision)
     return found
-
-
-def is_expert(param: torch.nn.Parameter) -> bool:
-    """Whether other expert-parallel ranks have other experts in this parameter's place."""
-    return not getattr(param, "allreduce", True)
 
 
 def data_parallel_group(expert: bool) -> Any:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_scalevec.audit.chunks import unwrap
+from megatron_scalevec.audit.chunks import is_expert, unwrap
 from megatron_scalevec.execution.members import Shard
 from megatron_scalevec.reparam import get_reparameterization
-from megatron_scalevec.telemetry.holdings import data_parallel_group, is_expert
+from megatron_scalevec.telemetry.holdings import data_parallel_group
 from megatron_scalevec.vectors import VectorInfo, vector_info, vector_names, vector_parts, was_added
 
 __all__ = ["Batch", "Found", "Packed", "vectors_of"]
