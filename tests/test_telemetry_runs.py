@@ -1,6 +1,8 @@
 """Telemetry of whole runs: where it goes, that it changes nothing, and that a resumed run continues it."""
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +11,7 @@ from ranks.arguments import LAYOUTS, tiny_gpt
 from ranks.pool import RankFailure
 
 from megatron_scalevec import ScaleVecConfig, ScaleVecError
+from megatron_scalevec.compare import read_run
 from megatron_scalevec.integration.argument_hooks import _settle_telemetry
 from megatron_scalevec.telemetry import STATISTICS, JsonLines, scalars
 
@@ -51,6 +54,9 @@ def test_a_run_is_the_same_bit_by_bit(ranks, tmp_path, layout, flags):
     assert [line["strategy"] for line in lines] == ["hg", "hg"]
     assert [line["loss"] for line in lines] == told[-1]["losses"][1::2]
     assert [line["gradient_norm"] for line in lines] == told[-1]["grad_norms"][1::2]
+    run = read_run(file)
+    assert run.label == "hg" and run.steps.tolist() == [2, 4]
+    assert run.losses.tolist() == [line["loss"] for line in lines]
     if "--bf16" not in flags:
         final, row = told[-1]["vectors"]["layer3.mlp.linear_fc1.gamma_in_up"], row_of(lines[-1], **UP)
         assert row["rms"] == pytest.approx(np.sqrt((final.astype(np.float64) ** 2).mean()), rel=1e-12)
@@ -69,6 +75,15 @@ def test_a_run_is_the_same_bit_by_bit(ranks, tmp_path, layout, flags):
         for name, value in expected.items():
             [event] = [event for event in events.Scalars(name) if event.step == line["step"]]
             assert event.value == np.float32(value), name
+
+
+def test_the_loop_of_the_documentation_runs(ranks, tmp_path):
+    page = (Path(__file__).parents[1] / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    [told] = ranks.run("telemetry_of_a_loop", code=code, folder=str(tmp_path))
+    [line] = lines_of(tmp_path / "telemetry.jsonl")
+    assert line["step"] == 1 and row_of(line, **{**UP, "layer": 1})["update_ratio"] > 0
+    assert {name: value for name, value, _ in told} == scalars(line)
 
 
 @pytest.mark.needs_training

@@ -7,13 +7,20 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ranks.initial import fill_by_name
 
-__all__ = ["read_wandb", "telemetry_by_the_reference", "telemetry_of_a_step", "train_with_wandb_offline"]
+__all__ = [
+    "read_wandb",
+    "telemetry_by_the_reference",
+    "telemetry_of_a_loop",
+    "telemetry_of_a_step",
+    "train_with_wandb_offline",
+]
 
 _RATE, _CLIP = 100.0, 0.5  # the latter as jobs.executing has it
 _MICROBATCHES = 2
@@ -52,6 +59,25 @@ def telemetry_of_a_step(
         found = telemetry.after_step()
         results.append(None if found is None else {**found, "norm": norm})
     return results
+
+
+def telemetry_of_a_loop(code: str, folder: str) -> list[tuple[str, float, int]]:
+    """Scalars that code for a loop of one's own writes, run in ``folder`` around a step with gradients."""
+    from ranks.jobs.executing import _build, _step
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    _, wrapped, optimizer = _build("autograd", False, {}, config={"strategy": "hg"})
+    _step(wrapped, optimizer, 0)
+    told: list[tuple[str, float, int]] = []
+    writer = SimpleNamespace(add_scalar=lambda *scalar: told.append(scalar))
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        exec(code, {"model_chunks": wrapped, "optimizer": optimizer, "step": 1, "summary_writer": writer})
+    finally:
+        os.chdir(before)
+    return told
 
 
 @torch.no_grad()
