@@ -179,7 +179,7 @@ def step_rows() -> list[str]:
 
 def document() -> str:
     """The whole file."""
-    lines = TEXT.format(
+    return TEXT.format(
         utilization=f"{100 * UTILIZATION:.0f}",
         peak=f"{H100.flops_per_second / 1e12:.0f}",
         h100=f"{H100.bytes_per_second / 1e12:g}",
@@ -190,7 +190,6 @@ def document() -> str:
         steps="\n".join(step_rows()),
         norms="\n".join(norm_rows()),
     )
-    return lines
 
 
 TEXT = (Path(__file__).resolve().parent / "performance.md.in").read_text(encoding="utf-8")

@@ -67,8 +67,9 @@ def draw_preconditioning() -> pyplot.Figure:
         left.plot(*points.T, color=color, label=name, linewidth=2)
         times = [time for time, _, _ in path]
         right.plot(times, [_loss(point) for point in points], color=color, label=name, linewidth=2)
+    learned = flow(True)
     for mark in MARKS:
-        _, gamma, weight = flow(True)[round(mark / TIME * STEPS)]
+        _, gamma, weight = learned[round(mark / TIME * STEPS)]
         values, vectors = numpy.linalg.eigh(preconditioner(gamma, weight))
         angle = numpy.degrees(numpy.arctan2(vectors[1, 1], vectors[0, 1]))
         width, height = 0.12 * values[1], 0.12 * values[0]

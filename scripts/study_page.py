@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from megatron_scalevec.demo.report import write_report
+from megatron_scalevec.study.options import OPTIMIZERS
 from megatron_scalevec.study.report import markdown, write_study_report
 from megatron_scalevec.study.store import Store
 
@@ -43,8 +44,6 @@ def page(reports: list[dict]) -> str:
 
 def title(report: dict) -> str:
     """What tells a study from the others on the page."""
-    from megatron_scalevec.study.options import OPTIMIZERS
-
     return "Study with " + " and ".join(OPTIMIZERS[name] for name in report["options"]["optimizers"])
 
 
