@@ -131,6 +131,15 @@ def test_one_value_has_no_interval_and_equal_ones_have_no_width():
     assert bootstrap_interval([1.0, 2.0, 4.0]) == bootstrap_interval([1.0, 2.0, 4.0])
 
 
+@pytest.mark.parametrize("count, quantile", [(2, 12.706), (3, 4.303), (5, 2.776)])
+def test_the_interval_of_one_mean_is_students(count, quantile):
+    """Against the table of t with one degree of freedom less than there are values."""
+    values = numpy.random.default_rng(count).normal(size=count)
+    interval = bootstrap_interval(values)
+    standard_error = values.std(ddof=1) / count**0.5
+    assert interval.high - interval.mean == pytest.approx(quantile * standard_error, rel=0.02)
+
+
 def test_seeds_are_paired_where_they_are_the_same():
     generator = numpy.random.default_rng(3)
     stock = seeds_of("stock", 3, generator=generator)
@@ -182,13 +191,13 @@ GAPS = {
     ),
     "nothing": (
         Interval(-0.02, -0.05, 0.01, 3),
-        "new: no difference from stock is shown; the loss may be up to 0.0500 lower or 0.0100 higher "
-        "(3 seeds, 95% interval).",
+        "new: no difference from stock is shown; the loss may be up to 0.0500 lower or 0.0100 higher (3 "
+        "seeds, 95% interval).",
     ),
     "touches zero": (
         Interval(-0.02, -0.04, 0.0, 3),
-        "new: no difference from stock is shown; the loss may be up to 0.0400 lower or 0.0000 higher "
-        "(3 seeds, 95% interval).",
+        "new: no difference from stock is shown; the loss may be up to 0.0400 lower or 0.0000 higher (3 "
+        "seeds, 95% interval).",
     ),
     "one seed": (
         Interval(-0.02, None, None, 1),
@@ -208,9 +217,9 @@ def test_verdicts_name_what_is_missing_and_what_diverged():
     gap = Interval(-0.02, -0.03, -0.01, 2)
     said = verdict("new", "stock", gap, missing=1, diverged=2, wanted=6)
     assert said == (
-        "new ended below stock among the runs that did not diverge, by 0.0100 to 0.0300 (2 "
-        "seeds, 95% interval). "
-        "Runs of new or stock that diverged: 2. Not complete: 1 of the 6 runs that this compares are missing."
+        "new ended below stock among the runs that did not diverge, by 0.0100 to 0.0300 (2 seeds, 95% "
+        "interval). Runs of new or stock that diverged: 2. Not complete: 1 of the 6 runs that this compares "
+        "are missing."
     )
 
 

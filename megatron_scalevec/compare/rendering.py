@@ -48,14 +48,14 @@ def _columns(comparison: Comparison) -> list[str]:
     return [column.format(baseline=comparison.baseline) for column in COLUMNS]
 
 
+def _caption(comparison: Comparison) -> str:
+    level = comparison.rows[0].terminal.level
+    return f"Loss in nats per token, by {comparison.by}; in brackets: {level:.0%} intervals over seeds"
+
+
 def table(comparison: Comparison) -> Table:
     """For the terminal."""
-    level = comparison.rows[0].terminal.level
-    made = Table(
-        title=f"Loss in nats per token, by {comparison.by}; in brackets: {level:.0%} intervals over seeds",
-        title_justify="left",
-        title_style="",
-    )
+    made = Table(title=_caption(comparison), title_justify="left", title_style="")
     for index, column in enumerate(_columns(comparison)):
         made.add_column(escape(column), justify="right" if index else "left")
     for row in comparison.rows:
@@ -99,7 +99,6 @@ def _page(comparison: Comparison, picture: bytes, title: str) -> str:
     def cells_of(values: list[str] | tuple[str, ...], tag: str) -> str:
         return "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values)
 
-    level = comparison.rows[0].terminal.level
     rows = "\n".join(f"<tr>{cells_of(cells(row), 'td')}</tr>" for row in comparison.rows)
     verdicts = [row.verdict for row in comparison.rows if row.verdict]
     said = "\n".join(f"<li>{html.escape(text)}</li>" for text in verdicts)
@@ -117,7 +116,7 @@ def _page(comparison: Comparison, picture: bytes, title: str) -> str:
 <ul>
 {said}
 </ul>
-<p>Loss in nats per token, by {comparison.by}; in brackets: {level:.0%} intervals over seeds. The token
+<p>{_caption(comparison)}. The token
 ratio is {html.escape(comparison.baseline)}'s tokens over the others' to the same loss: above 1, fewer are
 needed.</p>
 <table>

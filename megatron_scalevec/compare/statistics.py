@@ -12,9 +12,11 @@ import numpy
 from megatron_scalevec.compare.reading import Run
 
 __all__ = [
+    "LEVEL",
     "Interval",
     "bootstrap_interval",
     "decreasing",
+    "pairs",
     "smooth",
     "terminal_gap",
     "terminal_loss",
@@ -89,8 +91,8 @@ def bootstrap_interval(
 
     Resamples are drawn from the normal distribution fitted to the values, not from the values: drawn from
     three seeds themselves, no resample lies beyond the lowest and highest, and the interval would hold the
-    truth three times in four instead of nineteen in twenty. The draws start from a fixed state, so the same
-    values give the same interval.
+    truth three times in four instead of nineteen in twenty. For one mean that is Student's t interval. The
+    draws start from a fixed state, so the same values give the same interval.
 
     Args:
         values: One value for each seed.
