@@ -17,30 +17,27 @@ from megatron_scalevec.demo.options import SentenceParser
 from megatron_scalevec.demo.process import quiet, require_matplotlib
 from megatron_scalevec.demo.report import write_report
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.study.store import DESCRIPTION
 
 __all__ = ["run"]
 
 # Where output is no terminal its width is a guess; the table needs this much.
 _PLAIN_WIDTH = 150
-_OWN = (REPORT, "study.json")
+_OWN = (REPORT, DESCRIPTION)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = SentenceParser(
         prog="scalevec compare",
         description=(
-            "Compare runs that have been trained: loss at the end and its interval over seeds, "
-            "tokens to equal "
-            "loss, step time and memory, as a table, a picture and a page."
+            "Compare runs that have been trained: loss at the end and its interval over seeds, tokens to "
+            "equal loss, step time and memory, as a table, a picture and a page."
         ),
         epilog=(
-            "RUN is Megatron's log (or rank 0's part of it), a folder of --tensorboard-dir, a "
-            "file of JSON lines "
-            "(step, loss, and of tokens, validation_loss, step_time_ms, memory_bytes, seed what "
-            "there is), or a "
-            "folder of scalevec demo or scalevec study, which holds several. Runs of one label "
-            "are repetitions "
-            "with other seeds; without a label, a run is called by its strategy, or by its file."
+            "RUN is Megatron's log (or rank 0's part of it), a folder of --tensorboard-dir, a file of JSON "
+            "lines (step, loss, and of tokens, validation_loss, step_time_ms, memory_bytes, seed what there "
+            "is), or a folder of scalevec demo or scalevec study, which holds several. Runs of one label are "
+            "repetitions with other seeds; without a label, a run is called by its strategy, or by its file."
         ),
     )
     parser.add_argument("runs", metavar="[LABEL=]RUN", nargs="+", help="two runs at least")

@@ -206,18 +206,16 @@ def _notes(groups: dict[str, list[Run]], rows: Sequence[Row], by: str, level: fl
     notes = list(dict.fromkeys(run.remark for run in runs if run.remark))
     if silent:
         notes.append(
-            f"{silent[0]}{' and others do' if len(silent) > 1 else ' does'} not say how many "
-            "tokens were read, "
-            "so steps stand for tokens: that is right only with equal batches. --seq-length says it for runs "
-            "that count sequences."
+            f"{silent[0]}{' and others do' if len(silent) > 1 else ' does'} not say how many tokens were "
+            "read, so steps stand for tokens: that is right only with equal batches. --seq-length says it "
+            "for runs that count sequences."
         )
     ends = [float(run.steps[-1] if silent else run.tokens[-1]) for run in runs]
     if max(ends) > min(ends) * (1 + _SAME_END):
         what = "steps" if silent else "tokens"
         notes.append(
-            f"The runs end at different points ({min(ends):,.0f} to {max(ends):,.0f} {what}), and "
-            "so the losses "
-            "at the end, and all that is said of them, are of unequal training."
+            f"The runs end at different points ({min(ends):,.0f} to {max(ends):,.0f} {what}), and so the "
+            "losses at the end, and all that is said of them, are of unequal training."
         )
     if by == "training":
         notes.append("Losses at the end are training losses: the mean over the last twentieth of the steps.")

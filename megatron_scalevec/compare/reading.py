@@ -16,6 +16,7 @@ from megatron_scalevec.demo.folder import REPORT
 from megatron_scalevec.demo.logs import LogReader
 from megatron_scalevec.demo.report import median_step_time
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.study.store import DESCRIPTION, Store
 
 __all__ = ["Run", "demo_runs", "read_run", "read_runs", "study_run"]
 
@@ -27,9 +28,9 @@ _TOKENS = ("tokens", "consumed_tokens")
 _SAMPLES = ("consumed_samples", "consumed samples", "samples")
 _SECONDS = ("step_seconds", "iteration-time")
 _MILLISECONDS = ("step_time_ms", "elapsed_time_per_iteration_ms")
+_MEMORY = ("memory_bytes", "mem-max-allocated-bytes")
 # Steps stay whole numbers in a float.
 _LAST_STEP = 2**53
-_MEMORY = ("memory_bytes", "mem-max-allocated-bytes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,15 +104,15 @@ def read_runs(
     labels = {run.label for run in runs}
     if len(labels) > 1:
         raise ScaleVecError(
-            f"{path} holds runs of {', '.join(sorted(labels))}, which cannot all be {label!r}; "
-            "leave the label out."
+            f"{path} holds runs of {', '.join(sorted(labels))}, which cannot all be {label!r}; leave the "
+            "label out."
         )
     return [replace(run, label=label) for run in runs]
 
 
 def _read(path: Path, seq_length: int | None) -> list[Run]:
     if path.is_dir():
-        if (path / "study.json").is_file():
+        if (path / DESCRIPTION).is_file():
             return _study_runs(path)
         if (path / REPORT).is_file():
             return demo_runs(_json(path / REPORT), str(path))
@@ -185,20 +186,24 @@ def _log(path: Path, seq_length: int | None) -> Run:
     log.poll()
     said = log.arguments
     strategy = said.get("scalevec_strategy", "None")
-    if seq_length is None and said.get("seq_length", "").isdigit():
-        seq_length = int(said["seq_length"])
     return _make(
         str(path),
         path.stem if strategy == "None" else strategy,
         log.training,
-        tokens=_tokens(log.samples, seq_length),
+        tokens=_tokens(log.samples, seq_length or _whole(said, "seq_length")),
         milliseconds=log.step_times,
         failed_at=log.failed_at,
         validation=tuple(sorted(log.validation.items())),
         final_validation=log.final_validation,
         memory_bytes=None if log.memory_megabytes is None else log.memory_megabytes * 2**20,
-        seed=int(said["seed"]) if said.get("seed", "").isdigit() else None,
+        seed=_whole(said, "seed"),
     )
+
+
+def _whole(said: Mapping[str, str], name: str) -> int | None:
+    """A whole number among Megatron's arguments."""
+    value = said.get(name, "")
+    return int(value) if value.isdigit() else None
 
 
 def _value(line: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
@@ -291,9 +296,8 @@ def _tensorboard(path: Path, seq_length: int | None) -> Run:
     tags = events.Tags()["scalars"]
     if not any(name in tags for name in _LOSS):
         raise ScaleVecError(
-            f"{path} holds no TensorBoard curve of the training loss ({', '.join(_LOSS)}); name "
-            "the folder of "
-            "--tensorboard-dir, or a log."
+            f"{path} holds no TensorBoard curve of the training loss ({', '.join(_LOSS)}); name the folder "
+            "of --tensorboard-dir, or a log."
         )
 
     def scalars(names: tuple[str, ...]) -> dict[int, float]:
@@ -307,14 +311,13 @@ def _tensorboard(path: Path, seq_length: int | None) -> Run:
     said = _said(events)
     if "samples" not in series and "tokens" not in series:
         series["samples"] = _samples(events, tags)
-    length = said.get("seq_length", "")
-    strategy, seed = said.get("scalevec_strategy", "None"), said.get("seed", "")
+    strategy = said.get("scalevec_strategy", "None")
     return _from_series(
         str(path),
         (path if path.is_dir() else path.parent).name if strategy == "None" else strategy,
         series,
-        seq_length or (int(length) if length.isdigit() else None),
-        int(seed) if seed.isdigit() else None,
+        seq_length or _whole(said, "seq_length"),
+        _whole(said, "seed"),
     )
 
 
@@ -370,12 +373,11 @@ def _with_even_steps(run: Run, milliseconds: float | None) -> Run:
 
 
 def _study_runs(folder: Path) -> list[Run]:
-    from megatron_scalevec.study.report import diverged_runs, finished_runs
-    from megatron_scalevec.study.store import Store
+    from megatron_scalevec.study.report import finished_runs
 
-    runs = finished_runs(Store(folder))
+    runs, diverged = finished_runs(Store(folder))
     remark = ""
-    if diverged := diverged_runs(Store(folder)):
+    if diverged:
         counted = ", ".join(f"{label} {count}" for label, count in diverged.items())
         remark = f"{folder}: runs that diverged, which are left out: {counted}."
     if not runs:

@@ -41,8 +41,7 @@ def _judged(label: str, baseline: str, gap: Interval | None, diverged: int) -> s
     if gap.low <= 0.0 <= gap.high:
         return (
             f"{label}: no difference from {baseline} is shown; the loss may be up to "
-            f"{max(0.0, -gap.low):.4f} "
-            f"lower or {max(0.0, gap.high):.4f} higher ({seeds})."
+            f"{max(0.0, -gap.low):.4f} lower or {max(0.0, gap.high):.4f} higher ({seeds})."
         )
     where = "below" if gap.high < 0 else "above"
     near, far = sorted((abs(gap.low), abs(gap.high)))
@@ -55,7 +54,6 @@ def chance_note(comparisons: int, level: float) -> str:
     if comparisons < 2:
         return ""
     return (
-        f"Each of the {comparisons} intervals misses the truth in {1 - level:.0%} of such "
-        "studies, so that at least one "
-        f"of them does in up to {min(1.0, comparisons * (1 - level)):.0%}."
+        f"Each of the {comparisons} intervals misses the truth in {1 - level:.0%} of such studies, so that "
+        f"at least one of them does in up to {min(1.0, comparisons * (1 - level)):.0%}."
     )

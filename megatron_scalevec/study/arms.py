@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megatron_scalevec.config import STRATEGIES, ScaleVecConfig
+from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 
 __all__ = ["Arm", "read_arm"]
@@ -23,6 +23,16 @@ class Arm:
     strategy: str
     changes: tuple[tuple[str, str], ...] = ()
     """Components and their values, as in the flags without ``--scalevec-``."""
+
+    def config(self) -> ScaleVecConfig:
+        """What its runs are configured with.
+
+        Raises:
+            ScaleVecError: There is no such strategy, or the components contradict it or each other.
+        """
+        return ScaleVecConfig(
+            strategy=self.strategy, **{name.replace("-", "_"): value for name, value in self.changes}
+        )
 
     def flags(self) -> dict[str, str]:
         """Megatron's options without their dashes, those beside ``scalevec-strategy``."""
@@ -48,17 +58,10 @@ def read_arm(text: str) -> Arm:
             )
         # A comma ends an arm on the command line.
         changes[component] = value.replace("/", ",")
+    given = tuple((name.replace("_", "-"), value) for name, value in changes.items())
+    arm = Arm("+".join([strategy, *parts]), strategy, given)
     try:
-        ScaleVecConfig.from_namespace(
-            _Namespace(scalevec_strategy=strategy, **{f"scalevec_{k}": v for k, v in changes.items()})
-        )
+        arm.config()
     except ScaleVecError as error:
         raise ScaleVecError(f"{text!r}: {error}") from None
-    assert strategy in STRATEGIES
-    given = tuple((name.replace("_", "-"), value) for name, value in changes.items())
-    return Arm("+".join([strategy, *parts]), strategy, given)
-
-
-class _Namespace:
-    def __init__(self, **values: str) -> None:
-        self.__dict__.update(values)
+    return arm

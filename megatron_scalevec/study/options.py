@@ -232,8 +232,8 @@ def _rates(given: Sequence[str], optimizers: Sequence[str]) -> dict[str, tuple[f
             )
         if name in entries:
             raise ScaleVecError(
-                f"--rates has two entries for {name or 'all optimizers'}, the second of them {text}: "
-                "give one, with commas between the rates."
+                f"--rates has two entries for {name or 'all optimizers'}, the second of them {text}: give "
+                "one, with commas between the rates."
             )
         try:
             rates = tuple(sorted({float(part) for part in demo.names_in(numbers)}))

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from megatron_scalevec.study.arms import Arm
 from megatron_scalevec.study.options import Options
 
-__all__ = ["Cell", "Job", "Rates", "Tuning", "cells", "tuning_of", "unplanned_runs", "wanted"]
+__all__ = ["Cell", "Job", "Losses", "Tuning", "cells", "tuning_of", "unplanned_runs", "wanted"]
 
-Rates = Mapping[str, float]
+Losses = Mapping[str, float]
 """Name of a finished run to its final validation loss, NaN where it diverged."""
 
 
@@ -65,7 +65,7 @@ def cells(options: Options) -> list[Cell]:
     return [Cell(optimizer, arm) for optimizer in options.optimizers for arm in options.arms]
 
 
-def tuning_of(cell: Cell, options: Options, finished: Rates) -> Tuning:
+def tuning_of(cell: Cell, options: Options, finished: Losses) -> Tuning:
     """The state of a cell's tuning.
 
     The next rate beyond the lowest or highest is tried where that one is the best, ``options.widen`` times
@@ -100,7 +100,7 @@ def _tuning(cell: Cell, rate: float, options: Options) -> Job:
     return Job("tune", cell, rate, options.tuning_seed, options.tuning_steps)
 
 
-def wanted(options: Options, finished: Rates) -> list[Job]:
+def wanted(options: Options, finished: Losses) -> list[Job]:
     """Runs that can be started now and have no result: those that tune, then all cells seed by seed."""
     tuning, final = [], []
     for cell in cells(options):
@@ -115,7 +115,7 @@ def wanted(options: Options, finished: Rates) -> list[Job]:
     return tuning + sorted(final, key=lambda job: order[job.seed])
 
 
-def unplanned_runs(options: Options, finished: Rates) -> int:
+def unplanned_runs(options: Options, finished: Losses) -> int:
     """Runs at the chosen rate of those cells whose rate is not chosen yet."""
     states = [tuning_of(cell, options, finished) for cell in cells(options)]
     return sum(state.chosen is None and not state.failed for state in states) * len(options.seeds)

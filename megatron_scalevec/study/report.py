@@ -14,14 +14,14 @@ from megatron_scalevec.compare.reading import Run, study_run
 from megatron_scalevec.compare.rendering import shown
 from megatron_scalevec.compare.statistics import LEVEL, Interval, bootstrap_interval, terminal_gap
 from megatron_scalevec.compare.verdict import chance_note, verdict
-from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.demo.report import write_report
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.study.arms import Arm
 from megatron_scalevec.study.options import BASELINE, OPTIMIZERS, Options
 from megatron_scalevec.study.plan import Cell, Job, Tuning, cells, tuning_of
-from megatron_scalevec.study.store import Store
+from megatron_scalevec.study.store import Store, losses_of
 
-__all__ = ["KIND", "diverged_runs", "finished_runs", "make_report", "markdown", "write_study_report"]
+__all__ = ["KIND", "finished_runs", "make_report", "markdown", "write_study_report"]
 
 KIND = "scalevec study report"
 
@@ -45,7 +45,8 @@ class _CellResult:
 
 
 def _collect(options: Options, store: Store) -> list[_CellResult]:
-    results, losses = store.results(), store.losses()
+    results = store.results()
+    losses = losses_of(results)
     found = []
     for cell in cells(options):
         tuning = tuning_of(cell, options, losses)
@@ -75,16 +76,12 @@ def _options(store: Store) -> tuple[Options, dict[str, Any]]:
     return Options.from_record(known["options"], store.folder), known
 
 
-def finished_runs(store: Store) -> list[Run]:
-    """The runs at the chosen learning rates that did not diverge."""
+def finished_runs(store: Store) -> tuple[list[Run], dict[str, int]]:
+    """The runs at the chosen learning rates that did not diverge, and how many did, by label."""
     options, _ = _options(store)
-    return [run for found in _collect(options, store) for run in found.runs]
-
-
-def diverged_runs(store: Store) -> dict[str, int]:
-    """How many runs at the chosen learning rates diverged, by label, where any did."""
-    options, _ = _options(store)
-    return {_label(f.cell, options): f.diverged for f in _collect(options, store) if f.diverged}
+    collected = _collect(options, store)
+    runs = [run for found in collected for run in found.runs]
+    return runs, {_label(found.cell, options): found.diverged for found in collected if found.diverged}
 
 
 def make_report(store: Store) -> dict[str, Any]:
@@ -94,7 +91,10 @@ def make_report(store: Store) -> dict[str, Any]:
         ScaleVecError: The folder holds no study.
     """
     options, known = _options(store)
-    collected = _collect(options, store)
+    return _report(options, known, _collect(options, store))
+
+
+def _report(options: Options, known: Mapping[str, Any], collected: Sequence[_CellResult]) -> dict[str, Any]:
     baselines = {found.cell.optimizer: found for found in collected if found.cell.arm.label == BASELINE}
     entries = [_entry(found, baselines[found.cell.optimizer], options) for found in collected]
     expected = len(collected) * len(options.seeds)
@@ -176,18 +176,16 @@ def _notes(options: Options, collected: Sequence[_CellResult], comparisons: int)
     edges = [_label(found.cell, options) for found in collected if found.tuning.at_edge]
     if edges:
         notes.append(
-            f"The best learning rate of {', '.join(edges)} was the lowest or highest that was "
-            "tried: a better one "
-            "may lie beyond."
+            f"The best learning rate of {', '.join(edges)} was the lowest or highest that was tried: a "
+            "better one may lie beyond."
         )
     failed = [_label(found.cell, options) for found in collected if found.tuning.failed]
     if failed:
         notes.append(f"Every run that was to tune {', '.join(failed)} diverged; nothing is known of them.")
     if any(len(found.tuning.losses) > 1 for found in collected):
         notes.append(
-            f"Learning rates were tuned on one seed, {options.tuning_seed}, among few rates: "
-            "another seed or a finer "
-            "grid may choose others."
+            f"Learning rates were tuned on one seed, {options.tuning_seed}, among few rates: another seed or "
+            "a finer grid may choose others."
         )
         if options.tuning_steps < options.steps:
             notes.append(_short_tuning(options, collected))
@@ -198,9 +196,8 @@ def _notes(options: Options, collected: Sequence[_CellResult], comparisons: int)
         without = [arm.label for arm in options.arms if _is_unified(arm.strategy) and not _has_v_norm(arm)]
         notes.append(
             f"{', '.join(normalized)} {'has' if len(normalized) == 1 else 'have'} a norm on v. At a width of "
-            f"{options.hidden_size} it lifts the values several times over at the start, which it "
-            "does not do at "
-            "widths of thousands; docs/strategies.md has figures."
+            f"{options.hidden_size} it lifts the values several times over at the start, which it does not "
+            "do at widths of thousands; docs/strategies.md has figures."
             + (f" Without it: {', '.join(without)}." if without else " No arm here is unified without it.")
         )
     notes.append(
@@ -212,16 +209,14 @@ def _notes(options: Options, collected: Sequence[_CellResult], comparisons: int)
 
 def _short_tuning(options: Options, collected: Sequence[_CellResult]) -> str:
     said = (
-        f"The runs that tuned had {options.tuning_steps} steps, the others {options.steps}; "
-        "shorter runs favour "
-        "higher rates."
+        f"The runs that tuned had {options.tuning_steps} steps, the others {options.steps}; shorter runs "
+        "favour higher rates."
     )
     chosen = {found.tuning.chosen for found in collected if found.tuning.chosen is not None}
     if len(chosen) > 1:
         said += (
-            " Arms have been given different rates by them, and so differences between arms may "
-            "be differences "
-            "between rates."
+            " Arms have been given different rates by them, and so differences between arms may be "
+            "differences between rates."
         )
     return said
 
@@ -230,8 +225,8 @@ def _is_unified(strategy: str) -> bool:
     return strategy.startswith("unified")
 
 
-def _has_v_norm(arm: Any) -> bool:
-    config = ScaleVecConfig(strategy=arm.strategy, **{k.replace("-", "_"): v for k, v in arm.changes})
+def _has_v_norm(arm: Arm) -> bool:
+    config = arm.config()
     return config.placement == "dual-norm" and "v" not in config.branches_off
 
 
@@ -257,17 +252,13 @@ def markdown(
     parameters = model["parameters"]
     size = "A GPT" if parameters is None else f"A GPT of {parameters / 1e6:.2f} M parameters"
     lines = [
-        f"{size} ({options['layers']} layer{'s' * (options['layers'] > 1)}, width "
-        f"{options['hidden_size']}, bytes as tokens) "
-        "was trained with "
-        f"Megatron's own loop on {report['tokens_per_run']:,} bytes of text for each run "
-        f"({options['steps']} steps "
-        f"of {options['batch_size']} sequences of {options['seq_length']}), WSD schedule, weight decay "
-        f"{options['weight_decay']:g}. Text: {text['source']}, {text['training_bytes']:,} bytes "
-        "to train on and "
-        f"{text['validation_bytes']:,} held out (sha256 `{text['sha256'][:16]}…`). Loss is in "
-        "nats per byte on the "
-        "same held-out text for all runs of a seed.",
+        f"{size} ({options['layers']} layer{'s' * (options['layers'] > 1)}, width {options['hidden_size']}, "
+        f"bytes as tokens) was trained with Megatron's own loop on {report['tokens_per_run']:,} bytes of "
+        f"text for each run ({options['steps']} steps of {options['batch_size']} sequences of "
+        f"{options['seq_length']}), WSD schedule, weight decay {options['weight_decay']:g}. Text: "
+        f"{text['source']}, {text['training_bytes']:,} bytes to train on and {text['validation_bytes']:,} "
+        f"held out (sha256 `{text['sha256'][:16]}…`). Loss is in nats per byte on the same held-out text for "
+        "all runs of a seed.",
         "",
         f"Seeds: {', '.join(map(str, options['seeds']))}. "
         + (
@@ -286,8 +277,8 @@ def markdown(
             lines += ["", f"![Loss against text read, {OPTIMIZERS[optimizer]}]({picture[optimizer]})"]
         lines += [
             "",
-            f"Learning rates, and the validation losses of the runs of {options['tuning_steps']} "
-            "steps that chose them:",
+            f"Learning rates, and the validation losses of the runs of {options['tuning_steps']} steps that "
+            "chose them:",
             "",
         ]
         lines += _tuning_table(mine)
@@ -325,9 +316,8 @@ def _final_table(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         *_table(head, rows),
         "",
-        f"Token ratio: {BASELINE}'s tokens over the arm's to the same training loss; above 1, "
-        "fewer are needed. "
-        "Times are not reported: the runs shared the machine.",
+        f"Token ratio: {BASELINE}'s tokens over the arm's to the same training loss; above 1, fewer are "
+        "needed. Times are not reported: the runs shared the machine.",
     ]
 
 
@@ -358,13 +348,14 @@ def _runs_table(entries: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> l
 
 def write_study_report(store: Store) -> dict[str, Any]:
     """Write ``report.json``, ``report.md`` and the pictures into the study's folder; returns the report."""
-    report = make_report(store)
-    options, _ = _options(store)
+    options, known = _options(store)
+    collected = _collect(options, store)
+    report = _report(options, known, collected)
     pictures = {}
     for optimizer in options.optimizers:
         groups = {
             found.cell.arm.label: list(found.runs)
-            for found in _collect(options, store)
+            for found in collected
             if found.cell.optimizer == optimizer and found.runs
         }
         if BASELINE in groups:

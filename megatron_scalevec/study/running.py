@@ -13,7 +13,6 @@ from typing import Any
 from megatron_scalevec.checkpoint.layout import TRACKER_FILE, whole_iterations
 from megatron_scalevec.demo import model
 from megatron_scalevec.demo.logs import LogReader, diverged, failure_excerpt
-from megatron_scalevec.demo.report import median_step_time, tail_mean
 from megatron_scalevec.demo.runs import Run, RunFailed, failure
 from megatron_scalevec.study.options import Options
 from megatron_scalevec.study.plan import Job, wanted
@@ -119,7 +118,6 @@ def prepare(work: Path) -> None:
 def _result(job: Job, run: Run, final: float | None) -> dict[str, Any]:
     log = run.reader
     audit = json.loads(run.audit.read_text(encoding="utf-8")) if run.audit.is_file() else {}
-    median, _ = median_step_time(log.step_times)
     return {
         "name": job.name,
         "stage": job.stage,
@@ -130,8 +128,6 @@ def _result(job: Job, run: Run, final: float | None) -> dict[str, Any]:
         "seed": job.seed,
         "steps": job.steps,
         "final_validation_loss": final if final is None or math.isfinite(final) else None,
-        "final_training_loss": None if final is None else tail_mean(log.training, job.steps),
-        "step_time_ms": median,
         "parameters_logged": log.parameters,
         "parameters_added": audit.get("parameters_added", 0),
         "training": [[step, log.training[step]] for step in sorted(log.training)],

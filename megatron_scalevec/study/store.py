@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from megatron_scalevec.demo.report import write_report
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.study.options import Options
 
-__all__ = ["KIND", "Store"]
+__all__ = ["DESCRIPTION", "KIND", "Store", "losses_of"]
 
 KIND = "scalevec study"
-_DESCRIPTION = "study.json"
+DESCRIPTION = "study.json"
 _LOCK = "lock"
 
 
@@ -37,7 +37,7 @@ class Store:
     @property
     def description(self) -> Path:
         """What this is a study of."""
-        return self.folder / _DESCRIPTION
+        return self.folder / DESCRIPTION
 
     def work(self, name: str) -> Path:
         """Where a run keeps what nobody needs once it has ended."""
@@ -120,10 +120,7 @@ class Store:
 
     def losses(self) -> dict[str, float]:
         """Final validation losses by name of the run, NaN where it diverged."""
-        return {
-            name: math.nan if result["final_validation_loss"] is None else result["final_validation_loss"]
-            for name, result in self.results().items()
-        }
+        return losses_of(self.results())
 
     def add(self, result: dict[str, Any]) -> None:
         """Keep a run's result; its checkpoints go."""
@@ -151,6 +148,14 @@ class Store:
             yield descriptor
         finally:
             os.close(descriptor)
+
+
+def losses_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """:meth:`Store.losses` of results that are read already."""
+    return {
+        name: math.nan if result["final_validation_loss"] is None else result["final_validation_loss"]
+        for name, result in results.items()
+    }
 
 
 def _left_out(known: dict[str, Any], given: dict[str, Any]) -> list[str]:
