@@ -6,6 +6,7 @@ import torch
 from ranks.arguments import LAYOUTS, tiny_gpt
 from ranks.pool import RankFailure
 from reference import effective_weight, product
+from runs import assert_continues
 
 from megatron_scalevec.checkpoint.store import CheckpointReader
 
@@ -44,17 +45,6 @@ def saved(ranks, tmp_path_factory):
 def _resume(ranks, folder, layout, form, *flags, job="train", **options):
     argv = [*_argv(layout, form, *flags), "--load", str(folder), "--ckpt-step", "5"]
     return ranks.run(job, LAYOUTS[layout][0], argv=argv, by_name=False, **options)
-
-
-def _assert_continues(run, whole):
-    """The last five of ten steps; limits as for the other mode (``test_resume``)."""
-    np.testing.assert_allclose(run["losses"], whole["losses"][5:], rtol=1e-6)
-    np.testing.assert_allclose(run["grad_norms"], whole["grad_norms"][5:], rtol=1e-5)
-    for name in run["vectors"].keys() & whole["vectors"].keys():
-        atol = 5e-5 if name.endswith("_beta") else 5e-6
-        np.testing.assert_allclose(
-            run["vectors"][name], whole["vectors"][name], rtol=0, atol=atol, err_msg=name
-        )
 
 
 # --- resume -------------------------------------------------------------------------------------------
@@ -119,7 +109,7 @@ def test_resuming_in_another_layout(ranks, saved, layout):
     folder, whole = saved("tp2-sp", "reshardable", *UNIFIED, job="train_unrounded")
     run = _resume(ranks, folder, layout, "reshardable", *UNIFIED, job="train_unrounded")[-1]
     assert run["audit"]["execution"] == "optimizer" and len(run["losses"]) == 5
-    _assert_continues(run, whole[-1])
+    assert_continues(run, whole[-1])
 
 
 def test_resuming_without_the_optimizer_keeps_the_function(ranks, saved):
@@ -143,7 +133,7 @@ def test_a_run_of_the_other_mode_goes_on(ranks, saved, written_by):
     flags = (*strategy, *flags)
     run = _resume(ranks, folder, "pp2", "reshardable", *flags, job="train_unrounded")[-1]
     assert run["audit"]["execution"] == own and len(run["losses"]) == 5
-    _assert_continues(run, whole[-1])
+    assert_continues(run, whole[-1])
     flags = (*flags, "--no-load-optim")
     run = _resume(ranks, folder, "pp2", "reshardable", *flags, job="train_unrounded")[-1]
     np.testing.assert_allclose(run["losses"][0], whole[-1]["losses"][5], rtol=1e-6)
