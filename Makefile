@@ -13,6 +13,9 @@ SHELL := /bin/sh
 PYTHON ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
+# Files of tests side by side, one for each core, at most four: tests have up to four ranks of their own.
+# TEST_ARGS="-n 0" runs them one after the other.
+PYTEST := -m pytest --numprocesses=logical --maxprocesses=4 --dist=loadfile
 BENCH_ARGS ?=
 
 # megatron-core 0.19.2 has wheels for these two; 0.16.1 also for older ones.
@@ -66,15 +69,15 @@ demo: venv ## train with and without scale vectors on the CPU and compare
 
 .PHONY: test
 test: venv ## all tests but those of test-te
-	.venv/bin/python -m pytest tests $(TEST_ARGS)
+	.venv/bin/python $(PYTEST) tests $(TEST_ARGS)
 
 .PHONY: test-light
 test-light: venv-light ## the tests that need no megatron.training, with the oldest versions
-	.venv-light/bin/python -m pytest tests -m "not needs_training" $(TEST_ARGS)
+	.venv-light/bin/python $(PYTEST) tests -m "not needs_training" $(TEST_ARGS)
 
 .PHONY: test-te
 test-te: venv-te ## TransformerEngine's layers, without a GPU: its kernels are replaced
-	.venv-te/bin/python -m pytest tests/te $(TEST_ARGS)
+	.venv-te/bin/python $(PYTEST) tests/te $(TEST_ARGS)
 
 .PHONY: test-patches
 test-patches: venv ## patches on the training loops of released Megatron wheels (downloads them once)
@@ -83,11 +86,11 @@ test-patches: venv ## patches on the training loops of released Megatron wheels 
 
 .PHONY: test-bridge
 test-bridge: venv-bridge ## Megatron-Bridge: recipes, YAML files, checkpoints, Hugging Face
-	.venv-bridge/bin/python -m pytest tests/bridge $(TEST_ARGS)
+	.venv-bridge/bin/python $(PYTEST) tests/bridge $(TEST_ARGS)
 
 .PHONY: test-nemo
 test-nemo: venv-nemo ## nemo-toolkit: recipes and YAML files
-	.venv-nemo/bin/python -m pytest tests/nemo_toolkit $(TEST_ARGS)
+	.venv-nemo/bin/python $(PYTEST) tests/nemo_toolkit $(TEST_ARGS)
 
 .PHONY: lint
 lint: venv ## ruff's checks and its formatting
