@@ -503,7 +503,7 @@ def _live_is_folded(engine) -> bool:
     return True
 
 
-def train_unrounded(argv: list[str], by_name: bool = True) -> dict[str, Any]:
+def train_unrounded(argv: list[str], **more: Any) -> dict[str, Any]:
     """A whole bf16 run in which nothing is rounded: live weights and masters are float32, both exist.
 
     Arguments and result are those of ``train``.
@@ -526,4 +526,4 @@ def train_unrounded(argv: list[str], by_name: bool = True) -> dict[str, Any]:
             return original(*args, **kwargs)
 
     optimizer.get_megatron_optimizer = training.get_megatron_optimizer = get_megatron_optimizer
-    return train(argv, by_name=by_name)
+    return train(argv, **more)
