@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from ranks.arguments import LAYOUTS, tiny_gpt
+from ranks.arguments import EXPERT_LAYOUTS, LAYOUTS, tiny_gpt
 from ranks.pool import RankFailure
 from reference import effective_weight, product
 from runs import assert_continues
@@ -22,8 +22,14 @@ IN_OPTIMIZER = ["--scalevec-execution", "optimizer"]
 BY_AUTOGRAD = ["--scalevec-execution", "autograd"]
 
 
-def _argv(layout, form, *flags):
-    return tiny_gpt("llama", "--bf16", *LAYOUTS[layout][1], *FORMATS[form], *flags)
+ALL_LAYOUTS = {**EXPERT_LAYOUTS, **LAYOUTS, "dp2": (2, [])}
+SCRIPTS = {"hybrid": "pretrain_hybrid.py"}  # of models that the built-in entry does not build
+
+
+def _run(ranks, layout, form, *flags, job="train", model="llama", **options):
+    world_size, arguments = ALL_LAYOUTS[layout]
+    argv = tiny_gpt(model, "--bf16", *arguments, *FORMATS[form], *flags)
+    return ranks.run(job, world_size, argv=argv, script=SCRIPTS.get(model), **options)
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +37,20 @@ def saved(ranks, tmp_path_factory):
     """Runs of ten steps with a checkpoint at the fifth, made when they are first asked for."""
     runs = {}
 
-    def get(layout, form, *flags, job="train"):
-        key = layout, form, flags, job
+    def get(layout, form, *flags, **more):
+        key = layout, form, flags, *more.items()
         if key not in runs:
             folder = tmp_path_factory.mktemp("run")
             save = ["--save", str(folder), "--save-interval", "5"]
-            runs[key] = folder, ranks.run(job, LAYOUTS[layout][0], argv=[*_argv(layout, form, *flags), *save])
+            runs[key] = folder, _run(ranks, layout, form, *flags, *save, **more)
         return runs[key]
 
     return get
 
 
-def _resume(ranks, folder, layout, form, *flags, job="train", **options):
-    argv = [*_argv(layout, form, *flags), "--load", str(folder), "--ckpt-step", "5"]
-    return ranks.run(job, LAYOUTS[layout][0], argv=argv, by_name=False, **options)
+def _resume(ranks, folder, layout, form, *flags, **more):
+    load = ["--load", str(folder), "--ckpt-step", "5"]
+    return _run(ranks, layout, form, *flags, *load, by_name=False, **more)
 
 
 # --- resume -------------------------------------------------------------------------------------------
@@ -53,6 +59,10 @@ DP = ("--scalevec-strategy", "dp", *IN_OPTIMIZER)  # nothing of it is left in th
 UNIFIED = ("--scalevec-strategy", "unified", *IN_OPTIMIZER)
 PRODUCT = ("--scalevec-strategy", "unified-foldable", *IN_OPTIMIZER)
 UNIT = ("--scalevec-strategy", "unified-foldable", "--scalevec-reparam", "unit", *IN_OPTIMIZER)
+
+
+SHARED_DP = (*DP, "--scalevec-experts", "shared")
+UNROUNDED = {"job": "train_unrounded"}
 
 
 @pytest.mark.parametrize(
@@ -87,13 +97,11 @@ def test_five_and_five_steps_are_ten(ranks, saved, layout, form, flags):
     ],
     ids=["layer-wise", "deepseek-v3"],
 )
-def test_five_and_five_steps_of_several_optimizers_are_ten(ranks, tmp_path, model, arguments):
+def test_five_and_five_steps_of_several_optimizers_are_ten(ranks, saved, model, arguments):
     """Where weights and vectors have different optimizers; losses, norms, vectors and moments, bit by bit."""
-    argv = tiny_gpt(
-        model, "--bf16", *DISTRIBUTED, *arguments, "--scalevec-strategy", "unified", *IN_OPTIMIZER
-    )
-    whole = ranks.run("train", 2, argv=[*argv, "--save", str(tmp_path), "--save-interval", "5"])
-    resumed = ranks.run("train", 2, argv=[*argv, "--load", str(tmp_path), "--ckpt-step", "5"], by_name=False)
+    flags = (*arguments, *UNIFIED)
+    folder, whole = saved("dp2", "default", *flags, model=model)
+    resumed = _resume(ranks, folder, "dp2", "default", *flags, model=model)
     for first, second in zip(whole, resumed):
         assert len(first["losses"]) == 10 and first["audit"]["execution"] == "optimizer"
         assert second["losses"] == first["losses"][5:]
@@ -103,13 +111,41 @@ def test_five_and_five_steps_of_several_optimizers_are_ten(ranks, tmp_path, mode
             np.testing.assert_array_equal(second["vectors"][name], vector, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", ["serial", "pp2", "cp2", "dp2-distopt"])
-def test_resuming_in_another_layout(ranks, saved, layout):
-    """Without rounding of the live weights, which would hide an error."""
-    folder, whole = saved("tp2-sp", "reshardable", *UNIFIED, job="train_unrounded")
-    run = _resume(ranks, folder, layout, "reshardable", *UNIFIED, job="train_unrounded")[-1]
-    assert run["audit"]["execution"] == "optimizer" and len(run["losses"]) == 5
-    assert_continues(run, whole[-1])
+def _layouts():
+    """(model, strategy, saved at, resumed at)"""
+    saved_at = ("serial", "tp2-sp", "pp2")
+    yield from (("llama", UNIFIED, source, target) for source in saved_at for target in saved_at)
+    yield from (("llama", UNIFIED, "tp2-sp", target) for target in ("cp2", "dp2-distopt"))
+    yield from (("llama", DP, *ends) for ends in zip(saved_at, (*saved_at[1:], saved_at[0])))
+    yield from (("mixtral", UNIFIED, *ends) for ends in (("ep2", "ep2"), ("ep2", "tp2-sp-etp1")))
+    yield from (("mixtral", UNIFIED, *ends) for ends in (("tp2-sp", "pp2"), ("pp2", "tp2-sp")))
+    yield "mixtral", SHARED_DP, "ep2", "tp2-sp-etp1"
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "source", "target"),
+    [pytest.param(*case, id=f"{case[0]}-{case[1][1]}-{case[2]}-{case[3]}") for case in _layouts()],
+)
+def test_resuming_in_a_layout(ranks, saved, model, flags, source, target):
+    """The optimizer's state with it; without rounding of the live weights, which would hide an error. In the
+    same layout bit by bit."""
+    case = {"model": model, **UNROUNDED}
+    folder, whole = saved(source, "reshardable", *flags, **case)
+    runs = _resume(ranks, folder, target, "reshardable", *flags, **case)
+    assert runs[-1]["audit"]["execution"] == "optimizer" and len(runs[-1]["losses"]) == 5
+    assert_continues(runs[-1], whole[-1])
+    for first, second in zip(whole, runs) if source == target else ():
+        assert second["losses"] == first["losses"][5:]
+        assert second["grad_norms"] == first["grad_norms"][5:]
+        assert second["moments"] == first["moments"] and first["moments"]
+
+
+def test_one_and_several_expert_parallel_ranks(ranks, saved):
+    """As by autograd, and in stock runs: refused with the optimizer's state."""
+    case = {"model": "mixtral", **UNROUNDED}
+    folder, _ = saved("ep2", "reshardable", *UNIFIED, **case)
+    with pytest.raises(RankFailure, match="loads no optimizer state across the step from one expert-paral"):
+        _resume(ranks, folder, "pp2", "reshardable", *UNIFIED, **case)
 
 
 def test_resuming_without_the_optimizer_keeps_the_function(ranks, saved):
@@ -123,19 +159,34 @@ def test_resuming_without_the_optimizer_keeps_the_function(ranks, saved):
 # --- the other mode -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("written_by", ["autograd", "optimizer"])
-def test_a_run_of_the_other_mode_goes_on(ranks, saved, written_by):
+HYBRID = ("--hybrid-layer-pattern", "M*-G-*")
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "target", "more", "written_by"),
+    [
+        ("llama", "tp2-sp", "pp2", (), "autograd"),
+        ("llama", "tp2-sp", "pp2", (), "optimizer"),
+        # Vectors of each expert's own.
+        ("mixtral", "ep2", "tp2-sp-etp1", (), "autograd"),
+        # Latent attention, multi-token prediction, vectors that experts share.
+        ("deepseek-v3", "ep2", "ep2", ("--scalevec-experts", "shared"), "optimizer"),
+        ("hybrid", "tp2-sp", "serial", HYBRID, "autograd"),
+        ("hybrid", "serial", "tp2-sp", HYBRID, "optimizer"),
+    ],
+)
+def test_a_run_of_the_other_mode_goes_on(ranks, saved, model, source, target, more, written_by):
     """In another layout, with the optimizer's state and without it."""
     modes = {"autograd": BY_AUTOGRAD, "optimizer": IN_OPTIMIZER}
-    strategy = ("--scalevec-strategy", "unified")
-    folder, whole = saved("tp2-sp", "reshardable", *strategy, *modes.pop(written_by), job="train_unrounded")
+    strategy = ("--scalevec-strategy", "unified", *more)
+    case = {"model": model, **UNROUNDED}
+    folder, whole = saved(source, "reshardable", *strategy, *modes.pop(written_by), **case)
     [(own, flags)] = modes.items()
     flags = (*strategy, *flags)
-    run = _resume(ranks, folder, "pp2", "reshardable", *flags, job="train_unrounded")[-1]
+    run = _resume(ranks, folder, target, "reshardable", *flags, **case)[-1]
     assert run["audit"]["execution"] == own and len(run["losses"]) == 5
     assert_continues(run, whole[-1])
-    flags = (*flags, "--no-load-optim")
-    run = _resume(ranks, folder, "pp2", "reshardable", *flags, job="train_unrounded")[-1]
+    run = _resume(ranks, folder, target, "reshardable", *flags, "--no-load-optim", **case)[-1]
     np.testing.assert_allclose(run["losses"][0], whole[-1]["losses"][5], rtol=1e-6)
     assert abs(run["losses"][-1] / whole[-1]["losses"][-1] - 1) > 1e-5  # the comparisons can fail
 
@@ -144,13 +195,13 @@ def test_the_default_goes_on_in_the_mode_of_the_checkpoint(ranks, saved):
     """A run trained by autograd, as by earlier versions of the plugin: bit by bit; its weights alone start a
     run that folds."""
     strategy = ("--scalevec-strategy", "unified")
-    folder, whole = saved("tp2-sp", "reshardable", *strategy, *BY_AUTOGRAD, job="train_unrounded")
-    run = _resume(ranks, folder, "tp2-sp", "reshardable", *strategy, job="train_unrounded")[-1]
+    folder, whole = saved("tp2-sp", "reshardable", *strategy, *BY_AUTOGRAD, **UNROUNDED)
+    run = _resume(ranks, folder, "tp2-sp", "reshardable", *strategy, **UNROUNDED)[-1]
     assert run["audit"]["execution"] == "autograd"
     assert run["audit"]["execution_reason"].startswith(f"as before in {folder}")
     assert run["losses"] == whole[-1]["losses"][5:]
     weights = ("--no-load-optim", "--train-iters", "6")
-    run = _resume(ranks, folder, "serial", "reshardable", *strategy, *weights, job="train_unrounded")[-1]
+    run = _resume(ranks, folder, "serial", "reshardable", *strategy, *weights, **UNROUNDED)[-1]
     assert run["audit"]["execution"] == "optimizer"
     np.testing.assert_allclose(run["losses"][0], whole[-1]["losses"][5], rtol=1e-6)
 
@@ -200,8 +251,7 @@ def test_folding_keeps_the_weights_and_folds_the_masters(folded):
 def test_a_folded_checkpoint_goes_on_in_stock_megatron(ranks, folded):
     """With its optimizer's state."""
     _, out, whole = folded
-    argv = [*_argv("serial", "reshardable"), "--load", str(out)]
-    [run] = ranks.run("train", argv=argv, plugin=False, by_name=False)
+    [run] = _run(ranks, "serial", "reshardable", "--load", str(out), plugin=False, by_name=False)
     assert len(run["losses"]) == 5
     np.testing.assert_allclose(run["losses"][0], whole["losses"][5], rtol=1e-3)
     np.testing.assert_allclose(run["losses"], whole["losses"][5:], rtol=0.05)
@@ -224,8 +274,8 @@ def test_an_unfolded_checkpoint_starts_a_run_that_folds(ranks, folded, tmp_path)
     _, out, whole = folded
     arguments = ["unfold", str(out), str(tmp_path / "start"), "--strategy", "dp", "--no-check"]
     ranks.run("scalevec", arguments=arguments)
-    argv = [*_argv("tp2", "reshardable", *DP), "--load", str(tmp_path / "start")]
-    run = ranks.run("train", 2, argv=argv, by_name=False)[-1]
+    load = ["--load", str(tmp_path / "start")]
+    run = _run(ranks, "tp2", "reshardable", *DP, *load, by_name=False)[-1]
     assert run["audit"]["execution"] == "optimizer" and len(run["losses"]) == 5
     np.testing.assert_allclose(run["losses"][0], whole["losses"][5], rtol=1e-3)
     np.testing.assert_allclose(run["losses"], whole["losses"][5:], rtol=0.05)

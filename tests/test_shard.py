@@ -7,19 +7,28 @@ from reference import effective_weight
 from megatron_scalevec.execution.shard import (
     Part,
     Run,
-    Scales,
-    fold_into,
+    column_squares,
     fold_parts,
     rectangles,
     runs_of,
-    split_gradient,
     split_parts,
-    unfold_into,
+    unfold_parts,
 )
 from megatron_scalevec.fold import fc1_row_map, fold_weight, qkv_row_map
 
 ROWS = qkv_row_map(num_query_groups=2, query_heads_per_group=2, head_dim=3, tp_rank=0, tp_size=1)
 COLUMNS = 10
+# Where vectors lie in the flat tensors: three γ_in, then three γ_out.
+INNER = tuple(COLUMNS * branch for branch in range(3))
+OUTER = tuple(3 * COLUMNS + sum(ROWS.sizes[:branch]) for branch in range(3))
+FLAT = 3 * COLUMNS + sum(ROWS.sizes)
+
+
+def _part(start=0, stop=240, has_in=True, has_out=True):
+    """A shard; one branch has no γ_in, another no γ_out."""
+    inner = tuple(at if has_in and branch != 1 else None for branch, at in enumerate(INNER))
+    outer = tuple(at if has_out and branch != 2 else None for branch, at in enumerate(OUTER))
+    return Part(start, stop, COLUMNS, runs_of(ROWS), inner, outer)
 
 
 def test_runs_of_fused_weights():
@@ -40,7 +49,7 @@ def test_rectangles_cover_a_shard_once(start, stop):
     """Within one run each, whole rows or a part of one, and never more than asked for."""
     covered = torch.zeros(24, COLUMNS, dtype=torch.int64)
     at = 0
-    for piece in rectangles(start, stop, COLUMNS, runs_of(ROWS), elements=25):
+    for piece in rectangles(_part(start, stop), elements=25):
         assert piece.flat.start == at and piece.shape[0] * piece.shape[1] == piece.flat.stop - at <= 25
         at = piece.flat.stop
         row = (start + piece.flat.start) // COLUMNS
@@ -50,84 +59,83 @@ def test_rectangles_cover_a_shard_once(start, stop):
     assert covered.view(-1)[start:stop].eq(1).all() and covered.sum() == stop - start
 
 
-def _draw(has_in, has_out):
+def _draw():
+    """Gradient, weight, and all vectors."""
     generator = torch.Generator().manual_seed(0)
-
-    def some(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    inner = [1 + 0.3 * some(COLUMNS) if has_in and b != 1 else None for b in range(3)]
-    outer = [1 + 0.3 * some(size) if has_out and b != 2 else None for b, size in enumerate(ROWS.sizes)]
-    return some(24, COLUMNS), some(24, COLUMNS), Scales(inner, outer)
+    gradient, weight = (torch.randn(24, COLUMNS, generator=generator) for _ in range(2))
+    return gradient, weight, 1 + 0.3 * torch.randn(FLAT, generator=generator)
 
 
-def _zeros(scales):
-    def like(vectors):
-        return [None if v is None else torch.zeros(v.numel(), dtype=torch.float64) for v in vectors]
+def _vectors(part, gamma):
+    """γ_in and γ_out by branch, None for ones."""
+    inner = [None if at is None else gamma[at : at + COLUMNS] for at in part.inner]
+    outer = [None if at is None else gamma[at : at + size] for at, size in zip(part.outer, ROWS.sizes)]
+    return inner, outer
 
-    return Scales(like(scales.inner), like(scales.outer))
 
-
-def _oracle(weight, scales):
+def _oracle(part, weight, gamma):
     """W_eff in float64 by diagonal matrices, run by run, and the leaves it is a function of."""
-
-    def leaves(vectors):
-        return [None if v is None else v.double().requires_grad_() for v in vectors]
-
-    raw, own = weight.double().requires_grad_(), Scales(leaves(scales.inner), leaves(scales.outer))
+    raw, own = weight.double().requires_grad_(), gamma.double().requires_grad_()
+    inner, outer = _vectors(part, own)
     rows = []
     for run in runs_of(ROWS):
-        outer = own.outer[run.branch]
-        if outer is not None:
-            outer = outer[run.channel : run.channel + run.stop - run.start]
-        rows.append(effective_weight(raw[run.start : run.stop], own.inner[run.branch], outer))
+        scale = outer[run.branch]
+        if scale is not None:
+            scale = scale[run.channel : run.channel + run.stop - run.start]
+        rows.append(effective_weight(raw[run.start : run.stop], inner[run.branch], scale))
     return torch.cat(rows), raw, own
 
 
 @pytest.mark.parametrize("cuts", [(), (97,), (3, 60, 61, 200)], ids=str)
 @pytest.mark.parametrize(("has_in", "has_out"), [(True, False), (False, True), (True, True)])
-def test_split_gradient(has_in, has_out, cuts):
+def test_splitting_a_gradient(has_in, has_out, cuts):
     """Shards cut anywhere together give what autograd gives; branches without a vector are left alone."""
-    gradient, weight, scales = _draw(has_in, has_out)
-    folded, raw, own = _oracle(weight, scales)
+    gradient, weight, gamma = _draw()
+    folded, raw, own = _oracle(_part(has_in=has_in, has_out=has_out), weight, gamma)
     (folded * gradient.double()).sum().backward()
-    sums, edges = _zeros(scales), [0, *cuts, 240]
-    found = gradient.clone().view(-1)
-    for start, stop in zip(edges, edges[1:]):
-        split_gradient(
-            found[start:stop], weight.view(-1)[start:stop], start, COLUMNS, runs_of(ROWS), scales, sums
-        )
+    edges = [0, *cuts, 240]
+    parts = [_part(*ends, has_in=has_in, has_out=has_out) for ends in zip(edges, edges[1:])]
+    found, totals = gradient.clone().view(-1), torch.zeros(FLAT, dtype=torch.float64)
+    sizes = [part.stop - part.start for part in parts]
+    split_parts(parts, found.split(sizes), weight.view(-1).split(sizes), gamma, totals)
     torch.testing.assert_close(found.view(24, COLUMNS).double(), raw.grad, rtol=1e-6, atol=1e-6)
-    for ours, leaf in zip([*sums.inner, *sums.outer], [*own.inner, *own.outer]):
-        if leaf is None:
-            assert ours is None
-        else:
-            torch.testing.assert_close(ours, leaf.grad, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(totals, own.grad, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_folding_rounds_once_and_is_what_the_forward_pass_forms(dtype):
-    _, weight, scales = _draw(True, True)
-    live = torch.empty(240, dtype=dtype)
-    for start, stop in ((0, 97), (97, 240)):
-        fold_into(live[start:stop], weight.view(-1)[start:stop], start, COLUMNS, runs_of(ROWS), scales)
-    ones = torch.ones(COLUMNS)
-    gamma_in = torch.stack([ones if v is None else v for v in scales.inner])
-    blocks = zip(scales.outer, ROWS.sizes)
-    gamma_out = torch.cat([torch.ones(size) if v is None else v for v, size in blocks])
+    _, weight, gamma = _draw()
+    live, sizes = torch.empty(240, dtype=dtype), (97, 143)
+    parts = [_part(0, 97), _part(97, 240)]
+    fold_parts(parts, live.split(sizes), weight.view(-1).split(sizes), gamma)
+    inner, outer = _vectors(_part(), gamma)
+    gamma_in = torch.stack([torch.ones(COLUMNS) if v is None else v for v in inner])
+    gamma_out = torch.cat([torch.ones(size) if v is None else v for v, size in zip(outer, ROWS.sizes)])
     expected = fold_weight(weight, gamma_in, gamma_out, ROWS.branch_of_row, ROWS.slot_of_row)
     assert torch.equal(live.view(24, COLUMNS), expected.to(dtype))
 
 
 def test_unfolding_is_the_way_back():
-    _, weight, scales = _draw(True, True)
+    _, weight, gamma = _draw()
     live = torch.empty(240, dtype=torch.bfloat16)
-    fold_into(live, weight.view(-1), 0, COLUMNS, runs_of(ROWS), scales)
+    fold_parts([_part()], [live], [weight.view(-1)], gamma)
     master, again = live.float(), torch.empty_like(live)
-    unfold_into(master, 0, COLUMNS, runs_of(ROWS), scales)
+    unfold_parts([_part()], [master], gamma)
     torch.testing.assert_close(master.view(24, COLUMNS), weight, rtol=2**-7, atol=0)
-    fold_into(again, master, 0, COLUMNS, runs_of(ROWS), scales)
+    fold_parts([_part()], [again], [master], gamma)
     assert torch.equal(again, live)
+
+
+def test_squares_of_columns_by_branch():
+    """Shards cut in the middle of a row together; a branch without γ_in is left out."""
+    _, weight, _ = _draw()
+    totals, sizes = torch.zeros(FLAT, dtype=torch.float64), (97, 143)
+    column_squares([_part(0, 97), _part(97, 240)], weight.view(-1).split(sizes), totals)
+    expected = torch.zeros_like(totals)
+    for branch in (0, 2):
+        own = weight.double()[ROWS.branch_of_row == branch]
+        expected[INNER[branch] : INNER[branch] + COLUMNS] = (own * own).sum(0)
+    torch.testing.assert_close(totals, expected, rtol=1e-6, atol=0)
 
 
 def test_sums_over_many_rows_keep_their_digits():
@@ -135,37 +143,30 @@ def test_sums_over_many_rows_keep_their_digits():
     rows, columns = 100_000, 8
     generator = torch.Generator().manual_seed(1)
     gradient, weight = (torch.rand(rows, columns, generator=generator) for _ in range(2))
-    inner, outer = 1 + 0.1 * torch.rand(columns), 1 + 0.1 * torch.rand(rows)
-    scales, runs = Scales([inner], [outer]), (Run(0, rows, 0, 0),)
-    sums = _zeros(scales)
+    gamma = 1 + 0.1 * torch.rand(columns + rows)
+    totals = torch.zeros(columns + rows, dtype=torch.float64)
+    part = Part(0, rows * columns, columns, (Run(0, rows, 0, 0),), (0,), (columns,))
     product = gradient.double() * weight.double()
-    split_gradient(gradient.view(-1).clone(), weight.view(-1), 0, columns, runs, scales, sums)
-    over_rows = (product * outer.double()[:, None]).sum(0)
-    assert float(((sums.inner[0] - over_rows) / over_rows).abs().max()) < 3e-7
-    over_columns = (product * inner.double()).sum(1)
-    assert float(((sums.outer[0] - over_columns) / over_columns).abs().max()) < 1e-6
+    split_parts([part], [gradient.view(-1).clone()], [weight.view(-1)], gamma, totals)
+    inner, outer = gamma.double().split([columns, rows])
+    over_rows, over_columns = (product * outer[:, None]).sum(0), (product * inner).sum(1)
+    assert float((totals[:columns] / over_rows - 1).abs().max()) < 3e-7
+    assert float((totals[columns:] / over_columns - 1).abs().max()) < 1e-6
 
 
-def test_several_shards_add_to_their_vectors():
-    """Vectors in flat tensors; one γ_in and one γ_out that two weights share."""
-    gradient, weight, scales = _draw(True, True)
-    flat = torch.cat([v for v in (*scales.inner, *scales.outer) if v is not None])
-    sizes = [0, COLUMNS, 2 * COLUMNS, 2 * COLUMNS + ROWS.sizes[0]]
-    part = Part(13, 240, COLUMNS, runs_of(ROWS), (sizes[0], None, sizes[1]), (sizes[2], sizes[3], None))
-    sums, totals = _zeros(scales), torch.zeros(flat.numel(), dtype=torch.float64)
-    split_gradient(
-        gradient.view(-1)[13:].clone(), weight.view(-1)[13:], 13, COLUMNS, runs_of(ROWS), scales, sums
-    )
+def test_several_shards_add_to_the_vectors_they_share():
+    gradient, weight, gamma = _draw()
+    part, master = _part(13, 240), weight.view(-1)[13:]
+    alone, together = (torch.zeros(FLAT, dtype=torch.float64) for _ in range(2))
+    split_parts([part], [gradient.view(-1)[13:].clone()], [master], gamma, alone)
     gradients = [gradient.view(-1)[13:].clone() for _ in range(2)]
-    split_parts([part, part], gradients, [weight.view(-1)[13:]] * 2, flat, totals)
-    expected = torch.cat([v for v in (*sums.inner, *sums.outer) if v is not None])
-    torch.testing.assert_close(totals, 2 * expected, rtol=1e-12, atol=0)
+    split_parts([part, part], gradients, [master] * 2, gamma, together)
+    torch.testing.assert_close(together, 2 * alone, rtol=1e-12, atol=0)
     assert torch.equal(*gradients)
-    lives = [torch.empty(227, dtype=torch.bfloat16) for _ in range(2)]
-    fold_parts([part, part], lives, [weight.view(-1)[13:]] * 2, flat)
-    alone = torch.empty(227, dtype=torch.bfloat16)
-    fold_into(alone, weight.view(-1)[13:], 13, COLUMNS, runs_of(ROWS), scales)
-    assert torch.equal(lives[0], alone) and torch.equal(lives[1], alone)
+    lives = [torch.empty(227, dtype=torch.bfloat16) for _ in range(3)]
+    fold_parts([part, part], lives[:2], [master] * 2, gamma)
+    fold_parts([part], lives[2:], [master], gamma)
+    assert torch.equal(lives[0], lives[2]) and torch.equal(lives[1], lives[2])
 
 
 def test_temporaries_are_bounded():
@@ -185,9 +186,9 @@ def test_temporaries_are_bounded():
     rows, columns = 4096, 256
     gradient, weight = torch.randn(rows * columns), torch.randn(rows * columns)
     live = torch.empty(rows * columns, dtype=torch.bfloat16)
-    scales, runs = Scales([torch.rand(columns)], [torch.rand(rows)]), (Run(0, rows, 0, 0),)
-    sums = _zeros(scales)
+    gamma, totals = torch.rand(columns + rows), torch.zeros(columns + rows, dtype=torch.float64)
+    part = Part(0, rows * columns, columns, (Run(0, rows, 0, 0),), (0,), (columns,))
     with Watch():
-        split_gradient(gradient, weight, 0, columns, runs, scales, sums)
-        fold_into(live, weight, 0, columns, runs, scales)
+        split_parts([part], [gradient], [weight], gamma, totals)
+        fold_parts([part], [live], [weight], gamma)
     assert max(sizes) == 1 << 19

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_scalevec.execution.folds import Fold, folds_of
+from megatron_scalevec.execution.folds import folds_of
 
 __all__ = ["link_ready_signals"]
 
@@ -47,8 +47,3 @@ def _link(group: Any, followers: dict, groups: dict) -> None:
             type(groups[vector]).register_grad_ready(groups[vector], vector, *args, **kwargs)
 
     group.register_grad_ready = register_grad_ready
-
-
-def vectors_in_groups(folds: Iterable[Fold], groups: dict) -> bool:
-    """Whether every vector has a bucket group, and so reports to one."""
-    return all(part in groups for fold in folds for part in fold.parameters)

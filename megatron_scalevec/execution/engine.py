@@ -7,6 +7,7 @@ its live weight. The collectives are one per pass and set of folds, on all vecto
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution import shard as torch_passes
 from megatron_scalevec.execution.folds import Fold, Vector
 from megatron_scalevec.execution.members import Member, Shard
-from megatron_scalevec.execution.shard import Part, Scales
+from megatron_scalevec.execution.shard import Part
 from megatron_scalevec.execution.table import VectorTable
 from megatron_scalevec.execution.trial import try_kernels
 
@@ -37,10 +38,6 @@ class _Sharded:
     shard: Shard
     part: Part
 
-    @property
-    def columns(self) -> int:
-        return self.fold.weight.shape[1]
-
 
 class FoldSet:
     """Folds whose weights lie in one member of an optimizer, and their vectors in one."""
@@ -53,7 +50,7 @@ class FoldSet:
             list(dict.fromkeys(vector for fold in folds for vector in fold.vectors)), folds[0].weight.device
         )
         self.local = [
-            _Sharded(fold, shard, self._part(fold, shard))
+            _Sharded(fold, shard, fold.part(self.table.begins, shard.start, shard.stop))
             for fold, shard in ((fold, weights.shards.get(fold.weight)) for fold in folds)
             if shard is not None
         ]
@@ -154,30 +151,13 @@ class FoldSet:
                     own.master.copy_(value[own.start : own.stop])
         for one in self.local:
             one.shard.master.copy_(one.shard.live)
-            torch_passes.unfold_into(
-                one.shard.master, one.shard.start, one.columns, one.fold.runs, self._scales(one)
-            )
+        torch_passes.unfold_parts(
+            [one.part for one in self.local],
+            [one.shard.master for one in self.local],
+            self.table.flat_gamma,
+        )
         self.check_all()
         return revived
-
-    def _part(self, fold: Fold, shard: Shard) -> Part:
-        """The shard with its vectors' places in the table."""
-
-        def begins(vectors: Sequence[torch.Tensor | None]) -> tuple[int | None, ...]:
-            return tuple(None if v is None else v.storage_offset() for v in vectors)
-
-        scales = fold.scales(self.table.gamma)
-        return Part(
-            shard.start,
-            shard.stop,
-            fold.weight.shape[1],
-            fold.runs,
-            begins(scales.inner),
-            begins(scales.outer),
-        )
-
-    def _scales(self, one: _Sharded) -> Scales:
-        return one.fold.scales(self.table.gamma)
 
     # --- the invariant ---------------------------------------------------------------------------------
 
@@ -207,16 +187,11 @@ class FoldSet:
         )
 
     def _differs(self, one: _Sharded) -> torch.Tensor:
-        elements = min(one.columns, one.shard.stop - one.shard.start)
-        live, expected = one.shard.live[:elements], torch.empty_like(one.shard.live[:elements])
-        torch_passes.fold_into(
-            expected,
-            one.shard.master[:elements],
-            one.shard.start,
-            one.columns,
-            one.fold.runs,
-            self._scales(one),
-        )
+        first = dataclasses.replace(one.part, stop=min(one.part.stop, one.part.start + one.part.columns))
+        live = one.shard.live[: first.stop - first.start]
+        expected = torch.empty_like(live)
+        master = one.shard.master[: live.numel()]
+        torch_passes.fold_parts([first], [expected], [master], self.table.flat_gamma)
         # Right is also what differs by the last digit: masters that came from W_eff are rounded quotients.
         return ~torch.isclose(live, expected, rtol=1e-5, atol=0.0, equal_nan=True).all()
 

@@ -6,13 +6,14 @@ what kind of linear it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from megatron_scalevec.execution.shard import Run, Scales, fold_into, runs_of
+from megatron_scalevec.execution.shard import Part, Run, fold_parts, runs_of
 from megatron_scalevec.fold import RowMap
 from megatron_scalevec.vectors import compose_vector, vector_parts
 
@@ -92,12 +93,16 @@ class Fold:
         """The vectors' stored parts."""
         return [part for vector in self.vectors for part in vector.parts.values()]
 
-    def scales(self, value_of) -> Scales:
-        """The branches' vectors as they apply to this rank's columns; ``value_of`` maps a vector to [n]."""
-        columns = slice(self.first_column, self.first_column + self.weight.shape[1])
-        return Scales(
-            [None if v is None else value_of(v)[columns] for v in self.inner],
-            [None if v is None else value_of(v) for v in self.outer],
+    def part(self, begins: Mapping[Vector, int], start: int = 0, stop: int | None = None) -> Part:
+        """Elements [start, stop) of the weight, all by default. ``begins``: of each γ in a flat tensor."""
+        rows, columns = self.weight.shape
+        return Part(
+            start,
+            rows * columns if stop is None else stop,
+            columns,
+            self.runs,
+            tuple(None if v is None else begins[v] + self.first_column for v in self.inner),
+            tuple(None if v is None else begins[v] for v in self.outer),
         )
 
 
@@ -176,7 +181,9 @@ def _fold_live(fold: Fold) -> None:
     if all(bool((value == 1).all()) for value in values.values()):
         return
     raw = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).reshape(-1).clone()
-    fold_into(weight.data.view(-1), raw, 0, weight.shape[1], fold.runs, fold.scales(values.__getitem__))
+    begins = dict(zip(values, accumulate((value.numel() for value in values.values()), initial=0)))
+    gamma = torch.cat(list(values.values())).to(raw.dtype)
+    fold_parts([fold.part(begins)], [weight.data.view(-1)], [raw], gamma)
 
 
 _GUARD = "scalevec_guard"

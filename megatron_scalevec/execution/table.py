@@ -51,8 +51,8 @@ class VectorTable:
         """Each stored part to its place in ``flat_values``."""
         self.gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
         """Each stored part to its place in ``flat_gradients``."""
-        self._gamma: dict[Vector, torch.Tensor] = {}
-        self._sums: dict[Vector, torch.Tensor] = {}
+        self.begins: dict[Vector, int] = {}
+        """Where each γ does in ``flat_gamma``, and its gradient in ``flat_sums``."""
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -70,17 +70,13 @@ class VectorTable:
         at = 0
         for kind in self._kinds:
             for vector in kind.vectors:
-                own = slice(at, at + kind.size)
-                self._gamma[vector], self._sums[vector] = self.flat_gamma[own], self.flat_sums[own]
+                self.begins[vector] = at
                 at += kind.size
 
     def gamma(self, vector: Vector) -> torch.Tensor:
         """γ [n] as last composed."""
-        return self._gamma[vector]
-
-    def sums(self, vector: Vector) -> torch.Tensor:
-        """The gradient of γ [n], to be written before :meth:`chain`."""
-        return self._sums[vector]
+        begin = self.begins[vector]
+        return self.flat_gamma[begin : begin + vector.size]
 
     def compose(self) -> None:
         """γ from ``values``."""
@@ -109,7 +105,7 @@ class VectorTable:
         changed = []
         for kind in self._kinds:
             for row, vector in enumerate(kind.vectors):
-                gamma = self._gamma[vector]
+                gamma = self.gamma(vector)
                 dead = gamma.abs() < smallest
                 if bool(dead.any()):
                     alive = torch.where(dead, torch.ones_like(gamma), gamma)

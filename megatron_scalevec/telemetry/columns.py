@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from megatron_scalevec.audit.chunks import is_expert
 from megatron_scalevec.execution.folds import own_folds
 from megatron_scalevec.execution.members import Shard
-from megatron_scalevec.execution.shard import Run, column_squares, runs_of
+from megatron_scalevec.execution.shard import Part, Run, column_squares, runs_of
 from megatron_scalevec.fold import RowMap
 from megatron_scalevec.layers.linear import FoldedLinear
 from megatron_scalevec.layers.router import FoldedReplicated
@@ -89,15 +90,17 @@ class Columns:
             device = maps[0].weight.device
             # One cell more for each vector: how often the ranks together have its weight.
             flat = torch.zeros(sum(v.size + 1 for v in vectors), dtype=torch.float64, device=device)
-            places = dict(zip(vectors, flat.split([vector.size + 1 for vector in vectors])))
+            sizes = [vector.size + 1 for vector in vectors]
+            places = dict(zip(vectors, flat.split(sizes)))
+            begins = dict(zip(vectors, accumulate(sizes, initial=0)))
             for one in maps:
                 shard = self._holdings.get(one.weight)
                 if shard is None:
                     continue
+                inner = tuple(None if v is None else begins[v] + one.first_column for v in one.inner)
                 columns = one.weight.shape[1]
-                own = slice(one.first_column, one.first_column + columns)
-                sums = [None if v is None else places[v][own] for v in one.inner]
-                column_squares(shard.master, shard.start, columns, one.runs, sums)
+                part = Part(shard.start, shard.stop, columns, one.runs, inner, (None,) * len(inner))
+                column_squares([part], [shard.master], flat)
                 ranks = 1 if one.tp_group is None else one.tp_group.size()
                 for vector in dict.fromkeys(filter(None, one.inner)):
                     places[vector][-1] += (shard.stop - shard.start) / (one.weight.numel() * ranks)

@@ -314,10 +314,11 @@ def start_from_dead_channels(reparam: str) -> dict[str, bool]:
     live = linear.weight.detach().clone()
     stepper.reload_model_params()
     [one] = engine_of(stepper).sets
-    vectors = [fold.scales(one.table.gamma) for fold in one.folds if fold.owner is linear]
+    [fold] = [fold for fold in one.folds if fold.owner is linear]
+    revived = one.table.gamma(fold.inner[1])[3], one.table.gamma(fold.outer[0])[5]
     found = {
         "function_kept": torch.equal(live, linear.weight),
-        "revived": all(abs(float(v) - 1) < 1e-6 for v in (vectors[0].inner[1][3], vectors[0].outer[0][5])),
+        "revived": all(abs(float(value) - 1) < 1e-6 for value in revived),
         "live_is_folded": _live_is_folded(engine_of(stepper)),
     }
     for step in range(3):
@@ -454,18 +455,23 @@ def _errors(one, state: dict[str, Any]) -> dict[str, Any]:
     return worst
 
 
+def _blocks(raw: torch.Tensor, fold, value):
+    """Rows of one branch, γ_in of this rank's columns, γ_out of these rows; None for ones."""
+    own = slice(fold.first_column, fold.first_column + raw.shape[1])
+    for run in fold.runs:
+        inner, outer = fold.inner[run.branch], fold.outer[run.branch]
+        yield (
+            raw[run.start : run.stop],
+            None if inner is None else value(inner)[own],
+            None if outer is None else value(outer)[run.channel : run.channel + run.stop - run.start],
+        )
+
+
 def _effective(raw: torch.Tensor, fold, value) -> torch.Tensor:
     """W_eff, branch by branch with diagonal matrices, from the reference."""
     from reference import effective_weight
 
-    scales = fold.scales(value)
-    rows = []
-    for run in fold.runs:
-        outer = scales.outer[run.branch]
-        if outer is not None:
-            outer = outer[run.channel : run.channel + run.stop - run.start]
-        rows.append(effective_weight(raw[run.start : run.stop], scales.inner[run.branch], outer))
-    return torch.cat(rows)
+    return torch.cat([effective_weight(*block) for block in _blocks(raw, fold, value)])
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -485,25 +491,19 @@ def _live_is_folded(engine) -> bool:
         one.gather()
         for local in one.local:
             fold, shard = local.fold, local.shard
-            scales = fold.scales(one.table.gamma)
             raw = torch.zeros(fold.weight.numel())
             raw[shard.start : shard.stop] = shard.master
             rows = []
-            for run in fold.runs:
-                block = raw.view(fold.weight.shape)[run.start : run.stop]
-                if scales.inner[run.branch] is not None:
-                    block = block * scales.inner[run.branch]
-                if scales.outer[run.branch] is not None:
-                    channels = slice(run.channel, run.channel + run.stop - run.start)
-                    block = block * scales.outer[run.branch][channels, None]
-                rows.append(block)
+            for block, inner, outer in _blocks(raw.view(fold.weight.shape), fold, one.table.gamma):
+                block = block if inner is None else block * inner
+                rows.append(block if outer is None else block * outer[:, None])
             expected = torch.cat(rows).view(-1)[shard.start : shard.stop].to(fold.weight.dtype)
             if not torch.equal(expected, shard.live):
                 return False
     return True
 
 
-def train_unrounded(argv: list[str], by_name: bool = True) -> dict[str, Any]:
+def train_unrounded(argv: list[str], **more: Any) -> dict[str, Any]:
     """A whole bf16 run in which nothing is rounded: live weights and masters are float32, both exist.
 
     Arguments and result are those of ``train``.
@@ -526,4 +526,4 @@ def train_unrounded(argv: list[str], by_name: bool = True) -> dict[str, Any]:
             return original(*args, **kwargs)
 
     optimizer.get_megatron_optimizer = training.get_megatron_optimizer = get_megatron_optimizer
-    return train(argv, by_name=by_name)
+    return train(argv, **more)

@@ -105,7 +105,7 @@ def kill_tools(folder: str, times: int) -> dict[str, Any]:
     return result
 
 
-def kill_saves(folder: str, times: int, hooked: bool = True) -> dict[str, Any]:
+def kill_saves(folder: str, times: int, hooked: bool = True, folding: bool = False) -> dict[str, Any]:
     """A save into a folder that holds a checkpoint of the same iteration, killed before each of its steps.
 
     A step is whatever changes a file: an opening for writing, a renaming, a removal. After that it is killed
@@ -116,11 +116,16 @@ def kill_saves(folder: str, times: int, hooked: bool = True) -> dict[str, Any]:
         folder: For the checkpoints.
         times: How often at random moments.
         hooked: With the plugin's hook on saving.
+        folding: Save a model and its distributed optimizer that folds its weights; plain tensors otherwise.
 
     Returns:
         ``steps`` that the save takes; how often the checkpoint was ``whole`` and how often ``refused``, how
-        often the other one was ``kept`` then, and how many ``mixtures`` passed for whole.
+        often the other one was ``kept`` then, how many ``mixtures`` passed for whole, and ``keys`` of the
+        tensors.
     """
+    from megatron.core.dist_checkpointing.mapping import apply_factories
+    from torch.distributed.checkpoint import FileSystemReader
+
     from megatron_scalevec import ScaleVecError
     from megatron_scalevec.checkpoint.layout import find_checkpoint, whole_iterations
     from megatron_scalevec.checkpoint.store import CheckpointReader
@@ -131,17 +136,23 @@ def kill_saves(folder: str, times: int, hooked: bool = True) -> dict[str, Any]:
         if last_step is not None:
             _kill_before_step(last_step, root)
         with _two_ranks(root):
+            state = torch.load(_file_of_state(start.parent), weights_only=False)
             ready()
-            _save(root, 1, 3.0, hooked)
+            _save(root, 1, state, 3.0, hooked)
 
     def begin(ready: Callable[[], None]) -> None:
         with _two_ranks(start):
-            _save(start, 2, 2.0, hooked)
-            _save(start, 1, 1.0, hooked)
+            state = _state_of_folding() if folding else _tensors()
+            apply_factories(state)
+            # For those to come, which spares them the model.
+            torch.save(state, _file_of_state(start.parent))
+            _save(start, 2, state, 2.0, hooked)
+            _save(start, 1, state, 1.0, hooked)
 
     start.mkdir()
     assert _killed(begin, None)
-    found = {"steps": 0, "whole": 0, "refused": 0, "kept": 0, "mixtures": 0}
+    found: dict[str, Any] = {"steps": 0, "whole": 0, "refused": 0, "kept": 0, "mixtures": 0}
+    found["keys"] = list(FileSystemReader(start / "iter_0000002").read_metadata().state_dict_metadata)
     draw = random.Random(6)
     duration, random_kills = 0.0, 0
     while random_kills < times:
@@ -188,10 +199,40 @@ def _two_ranks(root: Path):
         raise ChildProcessError("the second rank failed")
 
 
-def _save(root: Path, iteration: int, value: float, hooked: bool) -> None:
-    """As Megatron's loop saves: every rank writes a file of its own."""
-    from megatron.core import dist_checkpointing
+def _file_of_state(folder: Path) -> Path:
+    """Of what this rank saves."""
+    return folder / f"state-{torch.distributed.get_rank()}"
+
+
+def _tensors() -> dict[str, Any]:
+    """Eight, half of each on either rank."""
     from megatron.core.dist_checkpointing import ShardedTensor
+
+    rank = torch.distributed.get_rank()
+    return {
+        f"t{i}": ShardedTensor.from_rank_offsets(f"t{i}", torch.empty(64, 1024), (0, rank, 2))
+        for i in range(8)
+    }
+
+
+def _state_of_folding() -> dict[str, Any]:
+    """What a run that folds inside the optimizer saves, after a step."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    from ranks.jobs import executing, loading
+
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    case = {"config": {"strategy": "unified"}, "precision": "bf16", "model": {"num_layers": 1}}
+    gpt, wrapped, stepper = loading._ready("optimizer", {}, **case)
+    executing._step(wrapped, stepper, 0)
+    return loading._state(gpt, stepper, "fully_reshardable", loading=False)
+
+
+def _save(root: Path, iteration: int, state: dict[str, Any], value: float, hooked: bool) -> None:
+    """As Megatron's loop saves: every rank writes a file of its own. All tensors get ``value``."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     from megatron_scalevec.integration import checkpoint_hooks
 
@@ -201,13 +242,12 @@ def _save(root: Path, iteration: int, value: float, hooked: bool) -> None:
         save = checkpoint_hooks.save(session, save)
     target = root / f"iter_{iteration:07d}"
     target.mkdir(exist_ok=True)
-    rank = torch.distributed.get_rank()
-    tensors = {
-        f"t{i}": ShardedTensor.from_rank_offsets(f"t{i}", torch.full((64, 1024), value), (0, rank, 2))
-        for i in range(8)
-    }
-    save({**tensors, "iteration": iteration}, str(target))
-    if rank == 0:
+    with torch.no_grad():
+        for entry in nested_values(state):
+            if isinstance(getattr(entry, "data", None), torch.Tensor):
+                entry.data.fill_(value)
+    save({**state, "iteration": iteration}, str(target))
+    if torch.distributed.get_rank() == 0:
         (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
 
