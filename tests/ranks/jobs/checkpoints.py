@@ -6,14 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["checkpoint_keys", "checkpoint_tensors"]
-
-
-def checkpoint_keys(folder: str) -> list[str]:
-    """Names of the tensors of a torch_dist checkpoint."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
+__all__ = ["checkpoint_tensors"]
 
 
 def checkpoint_tensors(folder: str) -> dict[str, Any]:
