@@ -17,21 +17,16 @@ Exit code: 0 measured, 1 the kernels are wrong, 2 there is no GPU.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import sys
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_check import attempt, transformer_engine_version
+from on_gpu import GpuRun
 from timing import PassTimer, interleaved, ratio
-from training import Sizes, Trainer, start_parallel, synchronize
-
-NO_GPU = "gpu_bench.py measures on a GPU, and torch finds none on this machine; nothing was measured."
+from training import Sizes, Trainer, synchronize
 
 MODELS = {
     "1B": Sizes(22, 1792, 14, 14, 4778, 50304, sequence=2048, batch=1, microbatches=8),
@@ -52,46 +47,20 @@ _BYTES_PER_PARAMETER = 18  # weight, gradient, master and two moments
 
 def main() -> int:
     """See the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--minutes", type=float, default=8.0, help="stop before this much time is used")
-    parser.add_argument("--json", type=Path, help="a file for the results")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print(NO_GPU, file=sys.stderr)
-        return 2
-    deadline = time.monotonic() + 60 * options.minutes
-    start_parallel("nccl")
-    results: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "transformer_engine": transformer_engine_version(),
-        "kernels": kernels_beside_torch("cuda"),
-        "rows": [],
-    }
-    print(json.dumps({key: value for key, value in results.items() if key != "rows"}))
-    if not results["kernels"]["right"]:
-        return 1
-    results["bytes_per_second"] = bandwidth("cuda", 1 << 28)
-    print(f"copies move {results['bytes_per_second'] / 1e12:.2f} TB/s", flush=True)
-    skipped = 0
-    for strategy, execution, implementation in ROWS:
-        if implementation == "transformer_engine" and not results["transformer_engine"]:
-            continue
-        for model in MODELS:
-            if time.monotonic() > deadline - 60:
-                skipped += 1
-                continue
-            row = attempt(measure, model, strategy, execution, implementation)
+    run = GpuRun(__doc__)
+    results = run.results
+    results["kernels"] = kernels_beside_torch("cuda")
+    print(f"kernels beside torch: {results['kernels']}")
+    if results["kernels"]["right"]:
+        results["bytes_per_second"] = bandwidth("cuda", 1 << 28)
+        print(f"copies move {results['bytes_per_second'] / 1e12:.2f} TB/s", flush=True)
+        results["rows"] = []
+        rows = [row for row in ROWS if row[2] == "local" or results["transformer_engine"]]
+        for _, row in run.measured(measure, [(model, *row) for row in rows for model in MODELS]):
             results["rows"].append(row)
             print(row.get("error") or describe(row, results["bytes_per_second"]), flush=True)
-    if skipped:
-        print(f"{skipped} measurements did not fit into {options.minutes:g} minutes")
-    results["skipped"] = skipped
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    torch.distributed.destroy_process_group()
-    return 0
+    run.finish()
+    return 0 if results["kernels"]["right"] else 1
 
 
 def kernels_beside_torch(device: str, rows: int = 4096, columns: int = 1536) -> dict[str, Any]:

@@ -14,21 +14,16 @@ Exit code: 0 all numbers are right, 1 some are not, 2 there is no GPU.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import sys
-import time
 from pathlib import Path
 
 import torch
-from training import start_parallel
+from on_gpu import GpuRun
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 if str(TESTS) not in sys.path:
     sys.path.insert(0, str(TESTS))
-
-NO_GPU = "gpu_check.py measures on a GPU, and torch finds none on this machine; nothing was measured."
 
 NUMBER_CASES = [
     (kind, strategy)
@@ -42,65 +37,18 @@ ALLOWED = 5.0
 
 def main() -> int:
     """Run everything that fits into the time; see the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--minutes", type=float, default=8.0, help="stop before this much time is used")
-    parser.add_argument("--json", type=Path, help="a file for the results")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print(NO_GPU, file=sys.stderr)
-        return 2
-    deadline = time.monotonic() + 60 * options.minutes
-    start_parallel("nccl")
-    results: dict = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "transformer_engine": transformer_engine_version(),
-        "numbers": [],
-    }
-    print(f"{results['device']}, torch {results['torch']}, TransformerEngine {results['transformer_engine']}")
-    implementations = ["local"]
-    if results["transformer_engine"]:
-        implementations.insert(0, "transformer_engine")
-    skipped = 0
-    for row in number_rows(implementations):
-        if time.monotonic() > deadline - 60:
-            skipped += 1
-            continue
-        found = attempt(compare, *row)
+    run = GpuRun(__doc__)
+    rows = run.results["numbers"] = []
+    implementations = ["transformer_engine"] * bool(run.results["transformer_engine"]) + ["local"]
+    for case, found in run.measured(compare, number_rows(implementations)):
         if "error" in found:
-            found = {**found, "row": row, "right": False, "decides": row[1] != "fp8"}
-        results["numbers"].append(found)
+            found = {**found, "row": case, "right": False, "decides": case[1] != "fp8"}
+        rows.append(found)
         print(found.get("error") or describe_numbers(found), flush=True)
-    if skipped:
-        print(f"{skipped} measurements did not fit into {options.minutes:g} minutes")
-    results["skipped"] = skipped
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    wrong = [row for row in results["numbers"] if row["decides"] and not row["right"]]
-    print(f"numbers: {len(results['numbers'])} compared, {len(wrong)} wrong")
-    torch.distributed.destroy_process_group()
+    wrong = [row for row in rows if row["decides"] and not row["right"]]
+    print(f"numbers: {len(rows)} compared, {len(wrong)} wrong")
+    run.finish()
     return 1 if wrong else 0
-
-
-def attempt(measure, *row) -> dict:
-    """A measurement, or what kept it from being made: the others are worth having all the same."""
-    try:
-        return measure(*row, device="cuda")
-    except Exception as error:
-        return {"error": f"{' '.join(row)}: {type(error).__name__}: {str(error)[:300]}"}
-
-
-def transformer_engine_version() -> str | None:
-    """The installed version, None where it cannot be imported."""
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-        from megatron.core.utils import get_te_version
-    except (ImportError, OSError, RuntimeError):
-        return None
-    return str(get_te_version())
-
-
-# --- numbers ------------------------------------------------------------------------------------------
 
 
 def number_rows(implementations: list[str]):

@@ -32,7 +32,7 @@ __all__ = [
     "Device",
     "Holding",
     "Schedule",
-    "Shape",
+    "ModelSizes",
     "cost",
     "microbatches_in_flight",
     "norm_bytes",
@@ -236,7 +236,7 @@ def microbatches_in_flight(microbatches: int, stage: int, stages: int, chunks: i
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelSizes:
     """A GPT with RMSNorm, gated MLPs and untied embeddings, as far as costs go.
 
     Attributes:

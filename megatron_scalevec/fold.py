@@ -100,9 +100,9 @@ def joined_row_map(maps: Sequence[RowMap]) -> RowMap:
     )
 
 
-def _range(size: int, start: int = 0) -> torch.Tensor:
+def _range(size: int) -> torch.Tensor:
     """Indices with values even where models are being built on the meta device."""
-    return torch.arange(start, start + size, device="cpu")
+    return torch.arange(size, device="cpu")
 
 
 def whole_row_map(branch: str, rows: int) -> RowMap:

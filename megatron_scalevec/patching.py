@@ -23,7 +23,6 @@ class _Applied:
     owner: Any
     attribute: str
     previous: Any  # the owner's own entry, or _ABSENT where the attribute was inherited or missing
-    current: Any
 
 
 class PatchSet:
@@ -52,7 +51,7 @@ class PatchSet:
             raise AttributeError(f"{_name(owner)} has no attribute {attribute!r} to replace")
         previous = vars(owner).get(attribute, _ABSENT)
         setattr(owner, attribute, value)
-        self._applied.append(_Applied(owner, attribute, previous, value))
+        self._applied.append(_Applied(owner, attribute, previous))
 
     def wrap(self, owner: Any, attribute: str, make: Callable[[Any], Any]) -> Any:
         """Replace ``owner.attribute`` by ``make(original)`` and return the original."""
@@ -61,18 +60,6 @@ class PatchSet:
         original = getattr(owner, attribute)
         self.set(owner, attribute, make(original))
         return original
-
-    def displaced(self) -> list[str]:
-        """Dotted names of the replacements that are no longer what was put there."""
-        return [
-            f"{_name(entry.owner)}.{entry.attribute}"
-            for entry in self._latest()
-            if vars(entry.owner).get(entry.attribute, _ABSENT) is not entry.current
-        ]
-
-    def _latest(self) -> list[_Applied]:
-        latest = {(id(entry.owner), entry.attribute): entry for entry in self._applied}
-        return list(latest.values())
 
     def undo(self) -> None:
         """Restore everything, last change first."""

@@ -88,7 +88,7 @@ SHAPES: tuple[Shape, ...] = (
         "hybrid with latent attention",
         "--hybrid-layer-pattern M+-",
         (*_MAMBA, *_LATENT, *_MLP),
-        _SINCE_HYBRIDS,
+        ">=0.19,<0.20",
     ),
     Shape(
         "heterogeneous layers (Nemotron-NAS)",

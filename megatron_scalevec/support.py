@@ -270,7 +270,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "hybrid-layer-kinds",
         lambda args, _: "D" in _hybrid_pattern(args),
         "the hybrid pattern has layers of sparse attention (D), which do not carry scale vectors yet",
-        "use a pattern of M, G, *, +, - and E",
+        "use a pattern of M, G, *, +, - and E (+ from megatron-core 0.19 on)",
+    ),
+    Refusal(
+        "hybrid-latent-before-0.19",
+        lambda args, _: "+" in _hybrid_pattern(args),
+        "the hybrid pattern has layers of latent attention (+), which this Megatron does not have",
+        "use megatron-core 0.19, or a pattern without them",
+        versions=">=0.18,<0.19",
     ),
     Refusal(
         "hybrid-before-0.18",

@@ -13,7 +13,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_scalevec.cost import H100, H200, Cost, Schedule, Shape, cost, microbatches_in_flight, norm_bytes
+from megatron_scalevec.cost import (
+    H100,
+    H200,
+    Cost,
+    ModelSizes,
+    Schedule,
+    cost,
+    microbatches_in_flight,
+    norm_bytes,
+)
 from megatron_scalevec.explain.display import in_bytes
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
@@ -28,7 +37,7 @@ class Run:
 
     title: str
     script: str
-    shape: Shape
+    shape: ModelSizes
     ranks: int
     batch: int
     micro: int = 1
@@ -80,7 +89,7 @@ RUNS = (
     Run(
         "1B of the paper",
         "paper.sh",
-        Shape(22, 1792, 14, 14, 128, 4778, 50304, 2048),
+        ModelSizes(22, 1792, 14, 14, 128, 4778, 50304, 2048),
         ranks=8,
         batch=512,
         micro=8,
@@ -88,7 +97,7 @@ RUNS = (
     Run(
         "Llama-3 8B",
         "llama3-8b.sh",
-        Shape(32, 4096, 32, 8, 128, 14336, 128256, 8192),
+        ModelSizes(32, 4096, 32, 8, 128, 14336, 128256, 8192),
         ranks=8,
         batch=512,
         tensor=2,
@@ -96,7 +105,7 @@ RUNS = (
     Run(
         "Llama-3 70B",
         "llama3-70b.sh",
-        Shape(80, 8192, 64, 8, 128, 28672, 129024, 8192),
+        ModelSizes(80, 8192, 64, 8, 128, 28672, 129024, 8192),
         ranks=128,
         batch=1024,
         tensor=8,
@@ -107,7 +116,7 @@ RUNS = (
     Run(
         "Mixtral 8x7B",
         "mixtral-8x7b.sh",
-        Shape(32, 4096, 32, 8, 128, 14336, 32000, 4096, experts=8, chosen=2),
+        ModelSizes(32, 4096, 32, 8, 128, 14336, 32000, 4096, experts=8, chosen=2),
         ranks=64,
         batch=1024,
         pipeline=4,

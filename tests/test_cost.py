@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_scalevec.cost import Holding, Schedule, Shape, cost, microbatches_in_flight
+from megatron_scalevec.cost import Holding, ModelSizes, Schedule, cost, microbatches_in_flight
 
 # One layer of hidden size 4096, q/k/v of 6144 rows and gate/up of 28672, in bf16; unified's input scales on
 # five branches (20,480 elements), two retired norm scales.
@@ -60,7 +60,7 @@ def test_costs_of_two_sets_of_weights_add_up():
 
 def test_a_shape_by_hand():
     """Two layers of eight channels; one of four experts of twelve channels per token."""
-    shape = Shape(2, 8, 2, 1, 4, 12, 32, 16, experts=4, chosen=1)
+    shape = ModelSizes(2, 8, 2, 1, 4, 12, 32, 16, experts=4, chosen=1)
     assert shape.qkv_rows == 16
     matrices = 2 * (8 * 16 + 8 * 8 + 3 * 8 * 12 + 8 * 4) + 8 * 32
     assert shape.flops_per_token() == 6 * matrices + 6 * 2 * 8 * 16

@@ -1,5 +1,6 @@
 """The scripts for a GPU without one. What gpu_check computes is tried by tests/te as well."""
 
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +22,38 @@ def test_without_a_gpu_it_says_so(name):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.strip().startswith(f"{name}.py measures on a GPU, and torch finds none")
+
+
+def test_what_fails_or_does_not_fit_is_in_the_results(monkeypatch, tmp_path, capsys):
+    """The start and the end that both scripts have in common, with a GPU that is none."""
+    import time
+
+    import torch
+
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import on_gpu
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(on_gpu, "start_parallel", lambda backend: None)
+    monkeypatch.setattr(sys, "argv", ["script.py", "--minutes", "3", "--json", str(tmp_path / "found.json")])
+    run = on_gpu.GpuRun("A script.")
+    now = time.monotonic()
+
+    def measure(name, *, device):
+        if name == "long":
+            monkeypatch.setattr(time, "monotonic", lambda: now + 150)
+        return {"seconds": {"short": 1, "long": 90}[name], "device": device}
+
+    found = dict(run.measured(measure, [("short",), ("wrong",), ("long",), ("late",)]))
+    assert found["short",] == {"seconds": 1, "device": "cuda"}
+    assert found["wrong",] == {"error": "wrong: KeyError: 'wrong'"}
+    assert list(found) == [("short",), ("wrong",), ("long",)]
+    run.finish()
+    saved = json.loads((tmp_path / "found.json").read_text())
+    assert (saved["device"], saved["skipped"]) == ("none", 1)
+    assert "1 measurements did not fit into 3 minutes" in capsys.readouterr().out
 
 
 def test_what_the_gpu_bench_measures(ranks):

@@ -106,6 +106,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "linear-replacements": {"heterogeneous_layers_config_encoded_json": '{"replace_with_linear":true}'},
         "heterogeneous-mtp": {"heterogeneous_layers_config_encoded_json": "{}", "mtp_num_layers": 1},
         "hybrid-layer-kinds": {"hybrid_layer_pattern": "M*D"},
+        "hybrid-latent-before-0.19": {"hybrid_layer_pattern": "M+-"},
         "hybrid-before-0.18": {"is_hybrid_model": True},
         "hybrid-mtp": {"hybrid_layer_pattern": "M*/M"},
         "experimental-attention": {"experimental_attention_variant": "dsa"},

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.needs_training
 TOKENS = [int(token) for token in torch.randint(0, 120, (24,), generator=torch.Generator().manual_seed(5))]
 SMALL = ("--num-layers", "2", "--seq-length", "32")
 MOE = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "24")
-GROUPS = ("--group-query-attention", "--num-query-groups", "2")
 
 # Name to the architecture that `auto` takes, Megatron's arguments, and the strategy.
 MODELS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import subprocess
@@ -15,6 +14,7 @@ import tomllib
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from script_modules import load_script
 
 import megatron_scalevec
 
@@ -26,10 +26,7 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 @pytest.fixture
 def make_env():
-    spec = importlib.util.spec_from_file_location("make_env", ROOT / "scripts" / "make_env.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("make_env")
 
 
 def pins(name: str) -> dict[str, Version]:

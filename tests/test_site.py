@@ -1,12 +1,11 @@
 """The documentation site: figures and generated pages say what the code says."""
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import numpy
 import pytest
+from script_modules import load_script
 
 from megatron_scalevec.config import COMPONENTS, SITES, STRATEGIES
 from megatron_scalevec.integration.arguments import options
@@ -16,23 +15,14 @@ from megatron_scalevec.support import REFUSALS
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def script(name):
-    """A module of scripts/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def figures():
-    return script("site_figures")
+    return load_script("site_figures")
 
 
 @pytest.fixture(scope="module")
 def pages():
-    return script("site_reference").pages()
+    return load_script("site_reference").pages()
 
 
 def test_the_preconditioner_is_what_the_flow_does(figures):

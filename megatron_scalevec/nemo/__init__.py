@@ -13,20 +13,23 @@ The weight decay follows by itself: see :mod:`megatron_scalevec.nemo.optimizer`.
 """
 
 # No annotations as strings here: nemo_run reads the factories' to tell what an argument of a YAML line is.
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_scalevec.config import STRATEGIES, ScaleVecConfig, choose
+from megatron_scalevec.config import STRATEGIES, WEIGHT_DECAYS, ScaleVecConfig, choose
 from megatron_scalevec.errors import ScaleVecError
 
 __all__ = ["NAMES", "build_layers", "layer_spec", "no_weight_decay"]
 
 NAMES = {name.replace("-", "_"): name for name in STRATEGIES if name != "stock"}
 """Names of the factories without arguments, and the strategies they stand for."""
+
+_COMPONENTS = ("branches", "placement", "reparam", "weight_decay", "sites")
 
 
 def build_layers(
@@ -94,58 +97,65 @@ def _stock_spec(config: Any) -> Any:
     )
 
 
-def layer_spec(
-    strategy: str,
-    branches: str = "",
-    placement: str = "",
-    reparam: str = "",
-    weight_decay: str = "",
-    sites: str = "",
-) -> Any:
+def layer_spec(strategy: str = "", **components: str) -> Any:
     """:func:`build_layers` with arguments, for ``nemo_run``.
 
     In YAML: ``model.config.transformer_layer_spec: megatron_scalevec.nemo.layer_spec(strategy=hg)``.
 
+    Args:
+        strategy: A key of :data:`megatron_scalevec.config.STRATEGIES`.
+        components: ``branches``, ``placement``, ``reparam``, ``weight_decay`` and ``sites`` of
+            :func:`build_layers`. Several sites have a ``+`` between them: at a comma ``nemo_run`` takes the
+            next argument to begin.
+
     Raises:
-        ScaleVecError: No such strategy, or components that contradict it.
+        ScaleVecError: No such strategy or component, or components that contradict it.
     """
     import nemo_run
 
-    given = {
-        "strategy": strategy,
-        "branches": branches,
-        "placement": placement,
-        "reparam": reparam,
-        "weight_decay": weight_decay,
-        "sites": sites,
-    }
-    given = {name: value for name, value in given.items() if value}
     # A mistake is to be known now, not when a cluster has started the run.
-    try:
-        ScaleVecConfig(**given)
-    except ScaleVecError as error:
-        _say(error)
-        raise
-    return nemo_run.Partial(build_layers, **given)
+    with _said():
+        _refuse_unknown("layer_spec", components, ["strategy", *_COMPONENTS])
+        given = {name: value for name, value in components.items() if value}
+        if "sites" in given:
+            given["sites"] = given["sites"].replace("+", ",")
+        ScaleVecConfig(strategy=choose("strategy", strategy, STRATEGIES), **given)
+    return nemo_run.Partial(build_layers, strategy=strategy, **given)
 
 
-def no_weight_decay(policy: str = "split") -> Any:
+def no_weight_decay(policy: str = "split", **unknown: str) -> Any:
     """``optim.no_weight_decay_cond`` in words: it is what a model with scale vectors gets anyway.
 
+    Args:
+        policy: A key of :data:`megatron_scalevec.config.WEIGHT_DECAYS`.
+        unknown: Any other argument, which is an error.
+
     Raises:
-        ScaleVecError: There is no such policy.
+        ScaleVecError: There is no such policy, or no such argument.
     """
     import nemo_run
 
-    from megatron_scalevec.config import WEIGHT_DECAYS, choose
     from megatron_scalevec.nemo.optimizer import DoesNotDecay
 
-    return nemo_run.Config(DoesNotDecay, policy=choose("weight decay", policy, WEIGHT_DECAYS))
+    with _said():
+        _refuse_unknown("no_weight_decay", unknown, ["policy"])
+        choose("weight-decay policy", policy, WEIGHT_DECAYS)
+    return nemo_run.Config(DoesNotDecay, policy=policy)
 
 
-def _say(problem: object) -> None:
-    """Log a sentence: nemo_run drops what a factory raises, and ends in a ParseError without the reason."""
-    logging.getLogger(__name__).error("%s", problem)
+def _refuse_unknown(factory: str, given: Mapping[str, str], known: Sequence[str]) -> None:
+    for name in given:
+        choose(f"argument of megatron_scalevec.nemo.{factory}:", name, known)
+
+
+@contextlib.contextmanager
+def _said() -> Iterator[None]:
+    """Log what is wrong: nemo_run drops what a factory raises, and its own error lacks the reason."""
+    try:
+        yield
+    except ScaleVecError as error:
+        logging.getLogger(__name__).error("%s", error)
+        raise
 
 
 def __getattr__(name: str) -> Any:
@@ -154,9 +164,9 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is not None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        choose(f"factory in {__name__}:", name, [*NAMES, "layer_spec", "no_weight_decay"])
+        with _said():
+            choose(f"factory in {__name__}:", name, [*NAMES, "layer_spec", "no_weight_decay"])
     except ScaleVecError as error:
-        _say(error)
         raise AttributeError(str(error)) from None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-from test_mixtures import MIXTURES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "bridge"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "nemo.md"
@@ -23,22 +22,42 @@ LLAMA3_8B = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
 }
-# File to recipe, Hugging Face config, layers of the recipe, and (layers built, parameters of stock).
-DENSE = {
-    "gpt_0.12b": ("vanilla_gpt_pretrain_config", None, 12, (12, 123_587_328)),
-    "gpt_1b": ("vanilla_gpt_pretrain_config", None, 22, (22, 1_028_065_024)),
-    "llama3_8b": ("llama3_8b_pretrain_config", LLAMA3_8B, 32, (2, None)),
+QWEN3_30B_A3B = {
+    "class": "Qwen3MoeConfig",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
 }
+# File to recipe, Hugging Face config, its layers, layers built, and parameters of stock where all are.
+RECIPES = {
+    "gpt_0.12b": ("vanilla_gpt_pretrain_config", None, 12, 12, 123_587_328),
+    "gpt_1b": ("vanilla_gpt_pretrain_config", None, 22, 22, 1_028_065_024),
+    "llama3_8b": ("llama3_8b_pretrain_config", LLAMA3_8B, 32, 2, None),
+    "moe_1b_a0.3b": ("vanilla_gpt_pretrain_config", None, 16, 2, None),
+    "qwen3_30b_a3b": ("qwen3_30b_a3b_pretrain_config", QWEN3_30B_A3B, 48, 2, None),
+}
+# A layer's linears with vectors: attention and an MLP, or attention, a router and so many experts.
+LINEARS = {"moe_1b_a0.3b": 1 + 1 + 32, "qwen3_30b_a3b": 1 + 1 + 128}
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_dense(bridge_ranks, name):
-    recipe, hf, layers, (built, parameters) = DENSE[name]
+@pytest.mark.parametrize("name", RECIPES)
+def test_examples(bridge_ranks, name):
+    recipe, hf, layers, built, parameters = RECIPES[name]
     files = [str(EXAMPLES / f"{name}.yaml"), str(EXAMPLES / "unified.yaml")]
     [found] = bridge_ranks.run("recipe_of_example", recipe=recipe, files=files, hf=hf, layers=built)
     assert found["error"] is None and found["layers"] == layers
     audit = found["audit"]
-    assert (audit["strategy"], audit["linears_converted"]) == ("unified", 2 * built)
+    assert (audit["strategy"], audit["linears_converted"]) == ("unified", built * LINEARS.get(name, 2))
     assert audit["built_vectors"] == audit["expected_vectors"]
     if parameters is not None:
         assert audit["parameters_stock"] == parameters
@@ -51,7 +70,7 @@ def test_the_commands_of_the_docs_are_those_that_were_audited():
     """Recipe and file of every command, for stock and unified."""
     commands = re.findall(r"pretrain\.py --recipe (\S+)((?:\s+\\?\s*--config \S+)+)", DOCS.read_text())
     shown = {tuple(re.findall(r"--config (\S+)\.yaml", files)): recipe for recipe, files in commands}
-    audited = {name: table[0] for name, table in {**DENSE, **MIXTURES}.items()}
+    audited = {name: table[0] for name, table in RECIPES.items()}
     assert shown == {(name, "unified"): recipe for name, recipe in audited.items()}
     assert {file.stem for file in EXAMPLES.glob("*.yaml")} == {"unified", *audited}
 

@@ -6,6 +6,7 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "nemo"
 LINE = "model.config.transformer_layer_spec: megatron_scalevec.nemo.{}\n"
+DECAY = "optim.no_weight_decay_cond: megatron_scalevec.nemo.{}\n"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_stock_stays_stock(nemo_ranks, tmp_path):
 
 
 def test_the_decay_without_the_model_is_refused(nemo_ranks, tmp_path):
-    yaml = "optim.no_weight_decay_cond: megatron_scalevec.nemo.no_weight_decay\n"
+    yaml = DECAY.format("no_weight_decay")
     [run] = nemo_ranks.run("train", factory="llama32_1b", yaml=yaml, folder=str(tmp_path))
     assert run["error"][0] == "ScaleVecError" and "the model has none" in run["error"][1]
 
@@ -53,25 +54,34 @@ def test_a_condition_of_ones_own_is_refused(nemo_ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "text", "sentence"),
+    ("line", "value", "sentence"),
     [
-        # nemo_run's own error, with the name in it, and before it why.
-        ("unifed", "megatron_scalevec.nemo.unifed", "Did you mean 'unified'?"),
-        ("layer_spec(strategy=unifed)", "layer_spec(strategy=unifed", "Did you mean 'unified'?"),
-        ("layer_spec(strategy=or,placement=output)", "strategy=or,placement=output", "nothing to share"),
+        (LINE, "unifed", "Did you mean 'unified'?"),
+        (LINE, "layer_spec(strategy=unifed)", "Did you mean 'unified'?"),
+        (LINE, "layer_spec(stratgy=hg)", "Did you mean 'strategy'?"),
+        (LINE, "layer_spec(strategy=hg,sites=mlp+haed)", "Did you mean 'head'?"),
+        (LINE, "layer_spec(strategy=hg,placment=dual)", "Did you mean 'placement'?"),
+        (LINE, "layer_spec(strategy=or,placement=output)", "nothing to share"),
+        (LINE, "layer_spec", "unknown strategy ''"),
+        (DECAY, "no_weight_decay(policy=splt)", "Did you mean 'split'?"),
+        (DECAY, "no_weight_decay(polcy=split)", "Did you mean 'policy'?"),
+        (DECAY, "no_wieght_decay", "Did you mean 'no_weight_decay'?"),
     ],
 )
-def test_a_misspelt_strategy_stops(nemo_ranks, tmp_path, value, text, sentence):
-    [found] = nemo_ranks.run("resolve", factory="llama32_1b", yaml=LINE.format(value), folder=str(tmp_path))
-    assert found["error"] is not None and text in found["error"][1]
-    assert any(sentence in line for line in found["said"])
+def test_a_misspelt_setting_stops_and_says_why(nemo_ranks, tmp_path, line, value, sentence):
+    """nemo_run's own error has the YAML's line; the reason is logged before it."""
+    yaml = line.format(value)
+    [found] = nemo_ranks.run("resolve", factory="llama32_1b", yaml=yaml, folder=str(tmp_path))
+    assert found["error"] is not None and f"megatron_scalevec.nemo.{value}" in found["error"][1]
+    assert any(sentence in said for said in found["said"])
 
 
 def test_components_and_clusters(nemo_ranks, tmp_path):
-    yaml = LINE.format("layer_spec(strategy=unified,reparam=unit)")
+    yaml = LINE.format("layer_spec(strategy=unified,reparam=unit,sites=attention+mlp)")
     [found] = nemo_ranks.run("resolve", factory="llama3_8b", yaml=yaml, folder=str(tmp_path))
     assert found["error"] is None
-    assert "strategy='unified'" in found["spec"] and "reparam='unit'" in found["spec"]
+    for component in ("strategy='unified'", "reparam='unit'", "sites='attention,mlp'"):
+        assert component in found["spec"]
     assert found["sendable"]
 
 
