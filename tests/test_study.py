@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as distributed_checkpoint
+from megatron.core.transformer.transformer_config import TransformerConfig
 from rich.console import Console
 from test_demo import LOG
 from test_site import script
 
-from megatron_scalevec import study
+from megatron_scalevec import ScaleVecConfig, study
 from megatron_scalevec.compare import compare, read_runs
+from megatron_scalevec.convert.branches import branches_at
 from megatron_scalevec.demo.runs import Machine, RunFailed, carry_out
 from megatron_scalevec.errors import ScaleVecError
-from megatron_scalevec.study.arms import read_arm
+from megatron_scalevec.study.arms import _BRANCHES, read_arm
 from megatron_scalevec.study.display import StudyDisplay, clock, remaining_steps, seconds_left
 from megatron_scalevec.study.options import Options, parse
 from megatron_scalevec.study.plan import Job, cells, tuning_of, unplanned_runs, wanted
@@ -58,26 +60,77 @@ def test_defaults_have_the_baseline_first_and_an_arm_without_the_v_norm():
 def test_rates():
     options = parse(["--optimizers", "adam,muon", "--rates", "2e-3,1e-3", "muon=5e-3"])
     assert options.rates == {"adam": (1e-3, 2e-3), "muon": (5e-3,)}
-    again = parse(["--optimizers", "adam,muon", "--rates", "muon=5e-3", "2e-3,1e-3"])
+    again = parse(["--optimizers", "adam,muon", "--rates", "muon=5e-3", "--rates", "2e-3,1e-3"])
     assert again.rates == options.rates, "the order of entries says nothing"
+
+
+def test_rates_that_widening_adds_are_rates_of_their_own():
+    """As far as it goes, at both edges of both the nearest and the widest grid that is taken."""
+    for grid in ("1e-8,1e2", "1e-3,1.001e-3", "9.99e-4,1e-3", "99.9,100"):
+        options = parse(["--arms", "stock", "--rates", grid, "--widen", "20"])
+        for sign in (1, -1):
+            losses = Losses(lambda rate, sign=sign: sign * rate)
+            tried = [rate for rate, _ in tuning_of(cells(options)[0], options, losses).losses]
+            assert len(tried) == 22 and all(0 < a < b < math.inf for a, b in zip(tried, tried[1:])), tried
+
+
+class Losses(dict):
+    """Of every run that could be: a function of its rate."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def get(self, name, default=None):
+        return self.of(float(re.search("-lr(.*)-seed", name)[1]))
+
+
+def test_the_study_knows_its_models_branches():
+    """By a table, so that a command line is read without torch."""
+    sizes = {"num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 128}
+    model = TransformerConfig(num_layers=2, hidden_size=64, gated_linear_unit=True, **sizes)
+    config = ScaleVecConfig(strategy="hg", sites=("attention", "mlp", "head", "projections"))
+    of_the_model = {site: tuple(names) for site, names in branches_at(config, model).items()}
+    assert of_the_model == {site: names for site, names in _BRANCHES.items() if names}
 
 
 BAD = [
     (["--arms", "hgg"], "Did you mean 'hg'"),
     (["--arms", "unified+speed=2"], "is no change of a strategy"),
     (["--arms", "stock+reparam=unit"], "needs a strategy to change"),
+    (["--arms", ","], "--arms is empty"),
+    (["--arms", "unified+"], "'' is no change of a strategy"),
+    (["--arms", "unified+reparam=unit+reparam=none"], "changes reparam twice"),
+    (["--arms", "unified+branches-off=/"], "changes nothing of unified"),
+    (["--arms", "hg+branches=split"], "changes nothing of hg; write hg"),
+    (["--arms", "hg+sites=attention/mlp/head"], "changes nothing of hg"),
+    (["--arms", "hg+experts=shared"], "'experts=shared' is no change"),
+    (["--arms", "hg,dp+placement=input"], "'hg' and 'dp+placement=input' are the same strategy"),
+    (["--arms", "dp+branches-off=v/up,dp+branches-off=up/v"], "are the same strategy under two labels"),
+    (["--arms", "dp+branches-off=router"], "model has no router"),
+    (["--arms", "dp+sites=mamba/mlp"], "model has no mamba"),
+    (["--arms", "hg", "--arms", "dp"], "--arms is given twice, hg and dp"),
+    (["--steps", "20", "--steps", "30"], "--steps is given twice, 20 and 30"),
     (["--optimizers", "adamw"], "--optimizers 'adamw'"),
     (["--optimizers", ","], "--optimizers is empty"),
     (["--rates", "fast"], "--rates fast"),
     (["--rates", "0"], "--rates 0"),
     (["--rates", "sgd=1"], "'sgd' is none of"),
+    (["--rates", "1e-3", "--rates", "2e-3"], "two entries for all optimizers, the second of them 2e-3"),
+    (["--rates", "1e-3,1e200"], "from 1e-08 to 100"),
+    (["--rates", "0.00123456789"], "0.00123456789 has more; give 0.00123457"),
+    (["--rates", "1e-3,1.0001e-3"], "0.001 and 0.0010001 are too near each other"),
     (["--rates", "1e-3", "2e-3"], "two entries for all optimizers, the second of them 2e-3"),
     (["--rates", "adam=1e-3", "adam=2e-3"], "two entries for adam"),
     (["--rates", "muon=1e-3"], "muon is not in this study"),
     (["--tuning-seed", "1235"], "one of --seeds"),
     (["--tuning-steps", "0"], "--tuning-steps 0"),
+    (["--tuning-steps", "401"], "--tuning-steps 401 is more than --steps 400"),
+    (["--save-interval", str(10**400)], "must be at most"),
     (["--widen", "-1"], "--widen -1"),
+    (["--widen", "21"], "--widen 21"),
     (["--seeds", "none"], "--seeds"),
+    (["--seeds", "7,07"], "7 is there more than once"),
+    (["--text", "\udcff.txt"], "the name is no UTF-8"),
     (["--text", "absent.txt"], "absent.txt cannot be read"),
     (["--out", "mine"], "holds no study"),
     (["--out", "other"], "no description of a study"),
@@ -105,7 +158,9 @@ def test_bad_input_creates_nothing(tmp_path, monkeypatch, argv, message):
 
 
 def small(*argv):
-    return parse(["--arms", "hg", "--seeds", "2", "--rates", "1e-3,2e-3,4e-3", "--widen", "1", *argv])
+    words = {"--arms": "hg", "--seeds": "2", "--rates": "1e-3,2e-3,4e-3", "--widen": "1"}
+    words |= dict(zip(argv[::2], argv[1::2]))
+    return parse([word for pair in words.items() for word in pair])
 
 
 def losses_at(options, arm, **losses):
