@@ -73,8 +73,11 @@ def main(folders: list[str]) -> None:
         reports.append(write_study_report(Store(Path(folder))))
         for name in reports[-1]["options"]["optimizers"]:
             picture = Path(folder) / f"loss-{name}.png"
+            shown = DOCS / "images" / f"study-{name}.png"
             if picture.is_file():
-                shutil.copyfile(picture, DOCS / "images" / f"study-{name}.png")
+                shutil.copyfile(picture, shown)
+            else:
+                shown.unlink(missing_ok=True)
     write_report({"studies": reports}, DOCS / "study.json")
     kept = json.loads((DOCS / "study.json").read_text(encoding="utf-8"))["studies"]
     (DOCS / "study.md").write_text(page(kept), encoding="utf-8")

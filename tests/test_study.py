@@ -1,5 +1,6 @@
 """The study: its options, its plan, going on after a kill, and its report."""
 
+import errno
 import json
 import math
 import os
@@ -14,19 +15,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as distributed_checkpoint
+from megatron.core.transformer.transformer_config import TransformerConfig
 from rich.console import Console
 from test_demo import LOG
 from test_site import script
 
-from megatron_scalevec import study
+from megatron_scalevec import ScaleVecConfig, study
 from megatron_scalevec.compare import compare, read_runs
+from megatron_scalevec.convert.branches import branches_at
 from megatron_scalevec.demo.runs import Machine, RunFailed, carry_out
 from megatron_scalevec.errors import ScaleVecError
-from megatron_scalevec.study.arms import read_arm
+from megatron_scalevec.study.arms import _BRANCHES, read_arm
 from megatron_scalevec.study.display import StudyDisplay, clock, remaining_steps, seconds_left
 from megatron_scalevec.study.options import Options, parse
 from megatron_scalevec.study.plan import Job, cells, tuning_of, unplanned_runs, wanted
-from megatron_scalevec.study.report import make_report, markdown, write_study_report
+from megatron_scalevec.study.report import _report, make_report, markdown, write_study_report
 from megatron_scalevec.study.running import JobQueue, prepare, run_of
 from megatron_scalevec.study.store import Store
 
@@ -58,26 +61,77 @@ def test_defaults_have_the_baseline_first_and_an_arm_without_the_v_norm():
 def test_rates():
     options = parse(["--optimizers", "adam,muon", "--rates", "2e-3,1e-3", "muon=5e-3"])
     assert options.rates == {"adam": (1e-3, 2e-3), "muon": (5e-3,)}
-    again = parse(["--optimizers", "adam,muon", "--rates", "muon=5e-3", "2e-3,1e-3"])
+    again = parse(["--optimizers", "adam,muon", "--rates", "muon=5e-3", "--rates", "2e-3,1e-3"])
     assert again.rates == options.rates, "the order of entries says nothing"
+
+
+def test_rates_that_widening_adds_are_rates_of_their_own():
+    """As far as it goes, at both edges of both the nearest and the widest grid that is taken."""
+    for grid in ("1e-8,1e2", "1e-3,1.001e-3", "9.99e-4,1e-3", "99.9,100"):
+        options = parse(["--arms", "stock", "--rates", grid, "--widen", "20"])
+        for sign in (1, -1):
+            losses = Losses(lambda rate, sign=sign: sign * rate)
+            tried = [rate for rate, _ in tuning_of(cells(options)[0], options, losses).losses]
+            assert len(tried) == 22 and all(0 < a < b < math.inf for a, b in zip(tried, tried[1:])), tried
+
+
+class Losses(dict):
+    """Of every run that could be: a function of its rate."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def get(self, name, default=None):
+        return self.of(float(re.search("-lr(.*)-seed", name)[1]))
+
+
+def test_the_study_knows_its_models_branches():
+    """By a table, so that a command line is read without torch."""
+    sizes = {"num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 128}
+    model = TransformerConfig(num_layers=2, hidden_size=64, gated_linear_unit=True, **sizes)
+    config = ScaleVecConfig(strategy="hg", sites=("attention", "mlp", "head", "projections"))
+    of_the_model = {site: tuple(names) for site, names in branches_at(config, model).items()}
+    assert of_the_model == {site: names for site, names in _BRANCHES.items() if names}
 
 
 BAD = [
     (["--arms", "hgg"], "Did you mean 'hg'"),
     (["--arms", "unified+speed=2"], "is no change of a strategy"),
     (["--arms", "stock+reparam=unit"], "needs a strategy to change"),
+    (["--arms", ","], "--arms is empty"),
+    (["--arms", "unified+"], "'' is no change of a strategy"),
+    (["--arms", "unified+reparam=unit+reparam=none"], "changes reparam twice"),
+    (["--arms", "unified+branches-off=/"], "changes nothing of unified"),
+    (["--arms", "hg+branches=split"], "changes nothing of hg; write hg"),
+    (["--arms", "hg+sites=attention/mlp/head"], "changes nothing of hg"),
+    (["--arms", "hg+experts=shared"], "'experts=shared' is no change"),
+    (["--arms", "hg,dp+placement=input"], "'hg' and 'dp+placement=input' are the same strategy"),
+    (["--arms", "dp+branches-off=v/up,dp+branches-off=up/v"], "are the same strategy under two labels"),
+    (["--arms", "dp+branches-off=router"], "model has no router"),
+    (["--arms", "dp+sites=mamba/mlp"], "model has no mamba"),
+    (["--arms", "hg", "--arms", "dp"], "--arms is given twice, hg and dp"),
+    (["--steps", "20", "--steps", "30"], "--steps is given twice, 20 and 30"),
     (["--optimizers", "adamw"], "--optimizers 'adamw'"),
     (["--optimizers", ","], "--optimizers is empty"),
     (["--rates", "fast"], "--rates fast"),
     (["--rates", "0"], "--rates 0"),
     (["--rates", "sgd=1"], "'sgd' is none of"),
+    (["--rates", "1e-3", "--rates", "2e-3"], "two entries for all optimizers, the second of them 2e-3"),
+    (["--rates", "1e-3,1e200"], "from 1e-08 to 100"),
+    (["--rates", "0.00123456789"], "0.00123456789 has more; give 0.00123457"),
+    (["--rates", "1e-3,1.0001e-3"], "0.001 and 0.0010001 are too near each other"),
     (["--rates", "1e-3", "2e-3"], "two entries for all optimizers, the second of them 2e-3"),
     (["--rates", "adam=1e-3", "adam=2e-3"], "two entries for adam"),
     (["--rates", "muon=1e-3"], "muon is not in this study"),
     (["--tuning-seed", "1235"], "one of --seeds"),
     (["--tuning-steps", "0"], "--tuning-steps 0"),
+    (["--tuning-steps", "401"], "--tuning-steps 401 is more than --steps 400"),
+    (["--save-interval", str(10**400)], "must be at most"),
     (["--widen", "-1"], "--widen -1"),
+    (["--widen", "21"], "--widen 21"),
     (["--seeds", "none"], "--seeds"),
+    (["--seeds", "7,07"], "7 is there more than once"),
+    (["--text", "\udcff.txt"], "the name is no UTF-8"),
     (["--text", "absent.txt"], "absent.txt cannot be read"),
     (["--out", "mine"], "holds no study"),
     (["--out", "other"], "no description of a study"),
@@ -105,7 +159,10 @@ def test_bad_input_creates_nothing(tmp_path, monkeypatch, argv, message):
 
 
 def small(*argv):
-    return parse(["--arms", "hg", "--seeds", "2", "--rates", "1e-3,2e-3,4e-3", "--widen", "1", *argv])
+    """A small study; ``argv``, flags and a value each, says what is other or more."""
+    words = {"--arms": "hg", "--seeds": "2", "--rates": "1e-3,2e-3,4e-3", "--widen": "1"}
+    words |= dict(zip(argv[::2], argv[1::2]))
+    return parse([word for pair in words.items() for word in pair])
 
 
 def losses_at(options, arm, **losses):
@@ -182,8 +239,9 @@ def test_runs_go_on_from_their_checkpoints_and_differ_in_their_arm_alone(tmp_pat
 
 def opened(folder, options):
     store = Store(folder)
-    store.open(options, TEXT, VERSIONS)
-    store.save_description(options, text=TEXT, versions=VERSIONS, machine={})
+    store.check(options, TEXT, VERSIONS)
+    with store.owned():
+        store.begin(options, text=TEXT, versions=VERSIONS, machine={})
     return store
 
 
@@ -258,13 +316,13 @@ def test_steps_left_count_runs_under_way_and_runs_not_planned_yet(tmp_path):
 
 def test_a_study_with_other_settings_is_not_gone_on_with(tmp_path):
     store = opened(tmp_path / "study", small())
-    store.open(small("--seeds", "5", "--arms", "hg,dp"), TEXT, VERSIONS)  # more of the same
+    store.check(small("--seeds", "5", "--arms", "hg,dp"), TEXT, VERSIONS)  # more of the same
     with pytest.raises(ScaleVecError, match="--steps was 400, is 500"):
-        store.open(small("--steps", "500"), TEXT, VERSIONS)
+        store.check(small("--steps", "500"), TEXT, VERSIONS)
     with pytest.raises(ScaleVecError, match="sha256 was 0"):
-        store.open(small(), {**TEXT, "sha256": "1" * 64}, VERSIONS)
+        store.check(small(), {**TEXT, "sha256": "1" * 64}, VERSIONS)
     with pytest.raises(ScaleVecError, match="torch was 0, is 1"):
-        store.open(small(), TEXT, {"torch": "1"})
+        store.check(small(), TEXT, {"torch": "1"})
 
 
 @pytest.mark.parametrize(
@@ -279,7 +337,7 @@ def test_a_study_with_other_settings_is_not_gone_on_with(tmp_path):
 def test_a_study_does_not_lose_what_it_has(tmp_path, argv, message):
     store = opened(tmp_path / "study", small())
     with pytest.raises(ScaleVecError) as raised:
-        store.open(small(*argv), TEXT, VERSIONS)
+        store.check(small(*argv), TEXT, VERSIONS)
     assert f"also has {message}, and without them" in str(raised.value)
 
 
@@ -311,6 +369,179 @@ def test_a_kill_while_megatron_names_its_checkpoint(tmp_path, said, saved, kept)
     (checkpoints / "iter_0000024").mkdir()
     prepare(tmp_path)
     assert (tracker.read_text() if tracker.exists() else None) == kept
+
+
+# --- damaged folders --------------------------------------------------------------------------------
+
+
+def half_done(folder):
+    """A study of one arm with a result at the chosen rate for each of two seeds, and its tuning runs."""
+    options = small("--steps", "60")
+    store = opened(folder, options)
+    fill(store, options, {"stock": (2.0, 2.1), "hg": (2.0, ...)})
+    return store, options
+
+
+def refusals(store, options):
+    """What those that read a study's folder say of it; all of them must refuse it."""
+    ways = (
+        lambda: write_study_report(store),
+        lambda: read_runs(store.folder),
+        lambda: study.main(["--report-only", "--out", str(store.folder)]),
+        lambda: store.check(options, TEXT, VERSIONS),
+        lambda: JobQueue(options, store, "9,1,0"),
+    )
+    for way in ways:
+        with pytest.raises(ScaleVecError) as raised:
+            way()
+        yield str(raised.value)
+
+
+def everything_in(value, place=()):
+    """Places of all values in a JSON value."""
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield (*place, key)
+        yield from everything_in(value[key], (*place, key))
+
+
+def changed(value, place, new):
+    copy = json.loads(json.dumps(value))
+    *path, last = place
+    inner = copy
+    for key in path:
+        inner = inner[key]
+    if new is ...:
+        del inner[last]
+    else:
+        inner[last] = new
+    return json.dumps(copy)
+
+
+ODD = (..., None, True, "x", -1, 0, 2.5, 10**400, math.inf, math.nan, [], {}, [[1]], "\udcff")
+
+
+def test_whatever_is_wrong_with_a_description_is_said(tmp_path):
+    """Every value of it, left out or another one. What may be another one is still a study."""
+    store, options = half_done(tmp_path / "study")
+    whole = json.loads(store.description.read_text())
+    refused = 0
+    for place in everything_in(whole):
+        for new in ODD:
+            store.description.write_text(changed(whole, place, new))
+            try:
+                known = store.known()
+            except ScaleVecError as error:
+                refused += 1
+                assert str(error).startswith(f"{store.description} ")
+            else:
+                assert known.record() == json.loads(store.description.read_text()), (place, new)
+                markdown(_report(known, []), {}).encode()
+    assert refused > 300
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("", "is no whole JSON"),
+        ("[]", "holds no JSON object"),
+        ("[" * 100_000, "is no whole JSON"),
+        ("\xff", "is no whole JSON"),
+        ('{"kind": "scalevec demo"}', "is no description of a study"),
+        ('{"kind": "scalevec study"}', "has no 'options'"),
+        (..., "is no whole JSON"),
+    ],
+)
+def test_a_foreign_description(tmp_path, text, said):
+    store, options = half_done(tmp_path / "study")
+    text = store.description.read_text()[:-20] if text is ... else text
+    store.description.write_text(text, encoding="latin-1")
+    assert all(said in refusal for refusal in refusals(store, options))
+
+
+def test_the_description_of_another_version(tmp_path):
+    store, options = half_done(tmp_path / "study")
+    record = json.loads(store.description.read_text())
+    record["options"]["schedule"] = "cosine"
+    record["versions"]["megatron_scalevec"] = "9.9"
+    store.description.write_text(json.dumps(record))
+    for said in refusals(store, options):
+        assert "its schedule should not be there" in said and "by megatron_scalevec 9.9, and this is" in said
+
+
+def test_whatever_is_wrong_with_a_result_is_said(tmp_path):
+    store, options = half_done(tmp_path / "study")
+    path = store.folder / "results" / "final-adam-stock-lr0.002-seed1234.json"
+    whole = json.loads(path.read_text())
+    whole["training"] = whole["training"][:2]
+    refused = 0
+    for place in everything_in(whole):
+        for new in ODD:
+            path.write_text(changed(whole, place, new))
+            try:
+                store.results()
+            except ScaleVecError as error:
+                refused += 1
+                assert str(error).startswith(f"{path} ") and "move it away" in str(error)
+            else:
+                make_report(store)
+    assert refused > 180
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, -3])
+def test_a_result_that_is_cut_short(tmp_path, kept):
+    store, options = half_done(tmp_path / "study")
+    path = store.folder / "results" / "final-adam-stock-lr0.002-seed1234.json"
+    path.write_bytes(path.read_bytes()[:kept])
+    assert all(f"{path} is no whole JSON" in said for said in refusals(store, options))
+    path.unlink()
+    make_report(store)
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        (["--seq-length", "64"], "final-adam-stock-lr0.002-seed1234"),
+        (["--steps", "61"], "tune-adam-stock-lr0.002-seed99"),
+        (["--seeds", "3"], "final-adam-hg-lr0.002-seed1236"),
+        (["--arms", "dp"], "final-adam-dp-lr0.002-seed1234"),
+    ],
+)
+def test_the_result_of_another_study(tmp_path, argv, name):
+    """One with other settings, or of a run that this one does not have."""
+    store, options = half_done(tmp_path / "study")
+    other = small("--steps", "60", *argv)
+    theirs = opened(tmp_path / "other", other)
+    fill(theirs, other, dict.fromkeys(("stock", "hg", "dp"), (2.0, 2.1, 2.2)))
+    path = store.folder / "results" / f"{name}.json"
+    path.write_bytes((theirs.folder / "results" / path.name).read_bytes())
+    assert all(f"{path} is of another study than the one in" in said for said in refusals(store, options))
+
+
+def test_a_result_under_another_name(tmp_path):
+    store, options = half_done(tmp_path / "study")
+    path = store.folder / "results" / "final-adam-hg-lr0.002-seed1235.json"
+    path.write_bytes((store.folder / "results" / "final-adam-hg-lr0.002-seed1234.json").read_bytes())
+    assert all(f"{path} is of another study" in said for said in refusals(store, options))
+
+
+def test_a_study_that_was_killed_before_it_said_what_it_is_begins_again(tmp_path):
+    store = Store(tmp_path / "study")
+    with store.owned():
+        pass
+    store.check(small(), TEXT, VERSIONS)
+    (store.folder / "notes.txt").touch()
+    with pytest.raises(ScaleVecError, match="holds no study"):
+        store.check(small(), TEXT, VERSIONS)
+
+
+@pytest.mark.parametrize("place", ["file", "file/study"])
+def test_a_folder_that_cannot_be_one(tmp_path, place):
+    (tmp_path / "file").touch()
+    store = Store(tmp_path / place)
+    for way in (lambda: store.check(small(), TEXT, VERSIONS), store.known, store.owned().__enter__):
+        with pytest.raises(ScaleVecError, match=str(store.folder)):
+            way()
 
 
 ITERATION_LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ \|")
@@ -480,6 +711,61 @@ def test_report_before_anything_has_ended(tmp_path):
     assert report["runs"]["missing"] == report["runs"]["wanted"] == 30
     with pytest.raises(ScaleVecError, match="no finished run"):
         read_runs(tmp_path / "study")
+
+
+def names_of(folder):
+    return {path.name for path in folder.iterdir() if path.is_file()} - {"lock", "study.json"}
+
+
+def test_a_picture_goes_with_what_it_shows(tmp_path):
+    store, options = half_done(tmp_path / "study")
+    write_study_report(store)
+    assert names_of(store.folder) == {"report.json", "report.md", "loss-adam.png"}
+    (store.folder / "loss-muon.png").touch()
+    for path in (store.folder / "results").iterdir():
+        path.unlink()
+    write_study_report(store)
+    assert names_of(store.folder) == {"report.json", "report.md"}
+    assert "loss-adam" not in (store.folder / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "fails", ["report.md", "report.json", "loss-adam.png", "loss-muon.png", "drawing", "disk"]
+)
+def test_a_report_is_written_whole_or_not_at_all(tmp_path, monkeypatch, fails):
+    store, options = half_done(tmp_path / "study")
+    for name in ("report.json", "report.md", "loss-adam.png", "loss-muon.png"):
+        (store.folder / name).write_text(f"old {name}")
+    if fails == "drawing":
+        monkeypatch.setattr("megatron_scalevec.study.report.draw", no_space)
+    elif fails == "disk":
+        monkeypatch.setattr("megatron_scalevec.study.report.tempfile.mkdtemp", no_space)
+    else:
+        (store.folder / fails).unlink()
+        (store.folder / fails).mkdir()
+    before = contents(store.folder)
+    with pytest.raises(
+        ScaleVecError, match="the report cannot be written to .*; an earlier one is as it was"
+    ):
+        study.main(["--report-only", "--out", str(store.folder)])
+    assert contents(store.folder) == before
+
+
+def test_a_first_report_that_fails_leaves_nothing(tmp_path):
+    store, options = half_done(tmp_path / "study")
+    (store.folder / "report.md").mkdir()
+    before = contents(store.folder)
+    with pytest.raises(ScaleVecError, match="report.md"):
+        write_study_report(store)
+    assert contents(store.folder) == before
+
+
+def no_space(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def contents(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
 
 
 def test_report_names_rates_at_the_edge(tmp_path):

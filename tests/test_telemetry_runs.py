@@ -12,7 +12,7 @@ from ranks.pool import RankFailure
 
 from megatron_scalevec import ScaleVecConfig, ScaleVecError
 from megatron_scalevec.compare import read_run
-from megatron_scalevec.integration.argument_hooks import _settle_telemetry
+from megatron_scalevec.integration.argument_hooks import _require_log_file, _settle_telemetry
 from megatron_scalevec.telemetry import STATISTICS, JsonLines, scalars
 
 
@@ -144,13 +144,58 @@ def test_weights_and_biases_offline(ranks, tmp_path):
         (["--scalevec-strategy", "hg", "--scalevec-log-interval", "5"], "5 has nowhere to log to"),
         (["--scalevec-strategy", "hg", "--scalevec-log", "/dev/null/x"], "cannot be created in /dev/null"),
         (["--scalevec-strategy", "hg", "--scalevec-log", "/tmp"], "--scalevec-log /tmp is a folder"),
+        (["--scalevec-strategy", "hg", "--scalevec-log", "new/"], "--scalevec-log new/ names no file"),
+        (
+            ["--scalevec-strategy", "hg", "--scalevec-log-interval", "--save", "/dev/null"],
+            r"/dev/null/scalevec_telemetry.jsonl \(by default in the --save folder\) cannot be created in",
+        ),
+        (
+            ["--scalevec-strategy", "hg", "--scalevec-log", "FILE", "--scalevec-audit", "FILE"],
+            "would be both the audit and the file of --scalevec-log",
+        ),
+        (["--scalevec-strategy", "hg", "--scalevec-log", "OTHER"], "thesis.tex:1 is no line of telemetry"),
         (["--scalevec-strategy", "none", "--scalevec-log", "FILE"], "no scale vectors that could be logged"),
     ],
 )
 def test_what_cannot_be_logged_is_refused(ranks, tmp_path, flags, sentence):
-    flags = [str(tmp_path / "t.jsonl") if flag == "FILE" else flag for flag in flags]
+    files = {"FILE": str(tmp_path / "t.jsonl"), "OTHER": str(tmp_path / "thesis.tex")}
+    (tmp_path / "thesis.tex").write_text("\\section{Introduction}")
     with pytest.raises(RankFailure, match=sentence):
-        ranks.run("train", argv=tiny_gpt("llama", *flags))
+        ranks.run("train", argv=tiny_gpt("llama", *(files.get(flag, flag) for flag in flags)))
+
+
+@pytest.mark.parametrize(
+    ("log", "save", "sentence"),
+    [
+        (None, "saved", r"saved/scalevec_telemetry.jsonl \(by default in the --save folder\) is a folder"),
+        (
+            None,
+            "file",
+            r"file/scalevec_telemetry.jsonl \(by default in the --save folder\) cannot be created",
+        ),
+        ("file", None, "file:1 is no line of telemetry"),
+        ("saved/scalevec_audit.json", "saved", "would be both the audit"),
+        ("no/folder/", None, "no/folder/ names no file"),
+        ("", None, "names no file"),
+    ],
+)
+def test_the_file_is_looked_at_with_the_arguments(tmp_path, monkeypatch, log, save, sentence):
+    """Before there is a model: nothing but the arguments is known here."""
+    monkeypatch.chdir(tmp_path)
+    Path("saved/scalevec_telemetry.jsonl").mkdir(parents=True)
+    Path("file").write_text("notes")
+    args = SimpleNamespace(scalevec_log=log, scalevec_log_interval=2, save=save, rank=1, world_size=2)
+    current = SimpleNamespace()
+    _settle_telemetry(current, args, ScaleVecConfig(strategy="hg"))
+    with pytest.raises(ScaleVecError, match=sentence):
+        _require_log_file(current, args)
+
+
+def test_only_the_rank_that_writes_reads_the_file(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text("notes")
+    args = SimpleNamespace(scalevec_log=str(path), save=None, rank=0, world_size=2)
+    _require_log_file(SimpleNamespace(log_file=str(path)), args)
 
 
 def test_an_interval_longer_than_the_run_is_told(capsys):
@@ -193,13 +238,75 @@ def test_a_new_run_puts_an_earlier_file_aside(tmp_path):
     assert lines_of(tmp_path / "t.jsonl.1") == [{"step": 1}] and lines_of(path) == [{"step": 2}]
 
 
-@pytest.mark.parametrize("text", ["some log\n", '{"loss": 1}\n', '[{"step": 1}]\n', "\xff\n"])
-def test_a_file_of_somebody_else_is_left_alone(tmp_path, text):
+NO_STEPS = (
+    "Infinity",
+    "-Infinity",
+    "NaN",
+    "1e400",
+    "1e3",
+    "3.0",
+    "-1",
+    "true",
+    "null",
+    '"3"',
+    "[3]",
+    "9" * 5000,
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["some log\n", "notes", '{"loss": 1}\n', '[{"step": 1}]\n', "\xff\n", "[" * 100_000 + "\n"]
+    + [f'{{"step": {step}}}\n' for step in NO_STEPS],
+    ids=lambda text: text[:24],
+)
+@pytest.mark.parametrize("resumed_at", [0, 3])
+def test_a_file_of_somebody_else_is_left_alone(tmp_path, text, resumed_at):
     path = tmp_path / "t.jsonl"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ScaleVecError, match="t.jsonl"):
-        JsonLines(path, 3)
+        JsonLines(path, resumed_at)
     assert path.read_text(encoding="latin-1") == text
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kept", [1, 5, 9, 12, 40])
+def test_an_unfinished_line_of_ours_leaves_the_file(tmp_path, kept):
+    path = tmp_path / "t.jsonl"
+    whole = '{"step": 2, "vectors": [], "branches": []}\n'
+    path.write_text(whole + whole.replace("2", "4")[:kept])
+    assert len(JsonLines(path, 2).notes) == 1
+    assert path.read_text() == whole
+
+
+def test_a_line_is_what_ends_with_a_line_feed(tmp_path):
+    """Texts in it may hold what else Python's splitlines takes for an end."""
+    path = tmp_path / "t.jsonl"
+    JsonLines(path, 0).append({"step": 2, "run": "a\u2028b\x85c"})
+    before = path.read_bytes()
+    assert JsonLines(path, 2).notes == []
+    assert path.read_bytes() == before and b"\xe2\x80\xa8" in before
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        ({"step": 2, "loss": float("nan")}, "telemetry of step 2 cannot be a line of JSON"),
+        ({"step": 2, "loss": np.float32(1)}, "telemetry of step 2 cannot be a line of JSON"),
+        ({"step": 2, "run": "\udcff"}, "telemetry of step 2 cannot be a line of JSON"),
+        ({"step": 2.0}, "telemetry of step 2.0: a line begins with its step"),
+        ({"step": True}, "telemetry of step True: a line begins with its step"),
+        ({"step": -1}, "telemetry of step -1: a line begins with its step"),
+        ({"loss": 2.0, "step": 2}, "telemetry of step 2: a line begins with its step"),
+    ],
+    ids=str,
+)
+def test_no_line_is_written_that_could_not_be_read(tmp_path, record, sentence):
+    path = tmp_path / "t.jsonl"
+    file = JsonLines(path, 0)
+    with pytest.raises(ScaleVecError, match=sentence):
+        file.append(record)
+    assert not path.exists()
 
 
 def test_a_name_for_every_figure():

@@ -29,6 +29,8 @@ __all__ = [
 BASELINE = "stock"
 _FIRST_SEED = 1234
 _MOST_COUNTED_SEEDS = 100
+_LARGEST_COUNT = 2**53  # floats hold it
+_LARGEST_SEED = 2**32 - 1  # numpy's
 _HEAD_DIM = 32
 
 
@@ -93,10 +95,36 @@ def built_strategies() -> list[str]:
 
 
 class SentenceParser(argparse.ArgumentParser):
-    """A parser that refuses as the rest of this package does."""
+    """A parser that refuses as the rest of this package does.
+
+    It refuses an option that is given twice as well, of which argparse would take the last without a word.
+    Options that may have several entries say so: ``action="extend"``.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        self.given: set[str] = set()
+        super().__init__(*args, **more)
+        for name in (None, "store"):
+            self.register("action", name, _Once)
+
+    def parse_known_args(self, args=None, namespace=None):
+        self.given.clear()
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str):
-        raise ScaleVecError(f"{self.prog}: {message}.")
+        raise ScaleVecError(f"{self.prog}: {message}.") from None
+
+
+class _Once(argparse.Action):
+    """Store a value, the only one."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if self.option_strings:
+            if self.dest in parser.given:
+                before = getattr(namespace, self.dest)
+                parser.error(f"{self.option_strings[-1]} is given twice, {before} and {values}; give it once")
+            parser.given.add(self.dest)
+        setattr(namespace, self.dest, values)
 
 
 def add_text(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +134,7 @@ def add_text(parser: argparse.ArgumentParser) -> None:
         "--text",
         metavar="FILE",
         nargs="+",
+        action="extend",
         type=Path,
         help="train on these files (default: documentation and sources of this Python installation)",
     )
@@ -149,8 +178,16 @@ def check_size(args: argparse.Namespace, *counts: str) -> None:
     """
     for name in ("steps", "batch_size", "seq_length", "layers", "text_bytes", *counts):
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ScaleVecError(f"{flag_of(name)} {value} must be at least 1.")
+        if value is not None and not 1 <= value <= _LARGEST_COUNT:
+            must = "at least 1" if value < 1 else f"at most {_LARGEST_COUNT}"
+            raise ScaleVecError(f"{flag_of(name)} {value} must be {must}.")
+    for path in args.text or ():
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise ScaleVecError(
+                f"--text {str(path)!r}: the name is no UTF-8, and no report could say it; rename the file."
+            ) from None
     if not 0 <= args.weight_decay < float("inf"):
         raise ScaleVecError(f"--weight-decay {args.weight_decay:g} must be a number 0 or more.")
     if args.hidden_size < 2 * _HEAD_DIM or args.hidden_size % (2 * _HEAD_DIM):
@@ -275,14 +312,21 @@ def seeds_in(text: str) -> tuple[int, ...]:
         ScaleVecError: It is neither.
     """
     try:
-        numbers = [int(part) for part in names_in(text)]
+        numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < 1:
+    if not numbers or min(numbers) < 1 or max(numbers) > _LARGEST_SEED:
         raise ScaleVecError(
-            f"--seeds {text!r}: give a number of seeds, or the seeds themselves with commas, all at least 1."
+            f"--seeds {text!r}: give a number of seeds, or the seeds themselves with commas, all from 1 to "
+            f"{_LARGEST_SEED}."
         )
     if "," in text:
+        twice = [str(seed) for seed in dict.fromkeys(numbers) if numbers.count(seed) > 1]
+        if twice:
+            raise ScaleVecError(
+                f"--seeds {text}: {', '.join(twice)} is there more than once, and a run repeated with its "
+                "own seed says nothing about chance; name every seed once."
+            )
         return tuple(numbers)
     if numbers[0] > _MOST_COUNTED_SEEDS:
         raise ScaleVecError(

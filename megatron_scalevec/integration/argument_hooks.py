@@ -204,18 +204,37 @@ def _settle_telemetry(current: Session, args: Any, config: ScaleVecConfig) -> No
 
 
 def _require_log_file(current: Session, args: Any) -> None:
-    """Stop for a file that could not be written, before anything has been built."""
-    if current.log_file is not None and getattr(args, "scalevec_log", None) is not None:
-        _require_writable("--scalevec-log", current.log_file)
+    """Stop for a file that could not be written, or is somebody else's, before anything has been built."""
+    path = current.log_file
+    if path is None:
+        return
+    named = getattr(args, "scalevec_log", None) is not None
+    _require_writable("--scalevec-log", path, "" if named else " (by default in the --save folder)")
+    if os.path.realpath(path) in map(os.path.realpath, audit_files(args)):
+        raise ScaleVecError(
+            f"{path} would be both the audit and the file of --scalevec-log; give one of them another name."
+        )
+    if getattr(args, "rank", 0) == getattr(args, "world_size", 1) - 1:  # the one that writes
+        from megatron_scalevec.telemetry.writing import require_telemetry
+
+        require_telemetry(path)
 
 
-def _require_writable(flag: str, path: str) -> None:
+def _require_writable(flag: str, path: str, why_there: str = "") -> None:
     folder = os.path.dirname(os.path.abspath(path))
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        why = "is a folder" if os.path.isdir(path) else f"cannot be created in {folder}"
-        raise ScaleVecError(f"{flag} {path} {why}; give the name of a file to write.")
+    if not os.path.basename(path):
+        why = "names no file"
+    elif os.path.isdir(path):
+        why = "is a folder"
+    elif not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        why = f"cannot be created in {folder}"
+    elif os.path.exists(path) and not os.access(path, os.W_OK):
+        why = "cannot be written to"
+    else:
+        return
+    raise ScaleVecError(f"{flag} {path}{why_there} {why}; give {flag} the name of a file to write.")
 
 
 def _prefixes(value: Any) -> list[str]:

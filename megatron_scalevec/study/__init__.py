@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_scalevec.demo.process import quiet, required_versions
+from megatron_scalevec.demo.process import quiet, require_matplotlib, required_versions
 from megatron_scalevec.demo.text import Corpus, read_corpus, write_dataset
 from megatron_scalevec.lifetime import Stopped, stopped_by_signals
 from megatron_scalevec.study import options as _options
@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with stopped_by_signals():
             if options.report_only:
+                require_matplotlib("the report of a study")
                 return _report(options, store, console)
             corpus = read_corpus(options.text, limit=options.text_bytes, seq_length=options.seq_length)
             return _study(options, store, corpus, required_versions("a study"), console)
@@ -52,13 +53,15 @@ def _study(options: Options, store: Store, corpus: Corpus, versions: dict[str, s
     from megatron_scalevec.study.running import JobQueue
 
     text = corpus.describe()
-    store.open(options, text, versions)
+    at_most = max(len(wanted(options, {})), len(cells(options)) * len(options.seeds))
+    machine = look_at_machine(options.run_options(1.0, options.steps), at_most, threads=1)
+    store.check(options, text, versions)
     with store.owned() as descriptor:
-        at_most = max(len(wanted(options, {})), len(cells(options)) * len(options.seeds))
-        machine = look_at_machine(options.run_options(1.0, options.steps), at_most, threads=1)
+        # Again: another study may have begun here meanwhile.
+        store.check(options, text, versions)
+        store.begin(options, text=text, versions=versions, machine=machine.describe())
         with quiet():
             write_dataset(corpus, store.folder / "data" / "text")
-        store.save_description(options, text=text, versions=versions, machine=machine.describe())
         queue = JobQueue(options, store, corpus.split)
         display = StudyDisplay(console, queue)
         queue.on_result = display.result

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_scalevec.demo import options as demo
 from megatron_scalevec.errors import ScaleVecError
-from megatron_scalevec.study.arms import Arm, read_arm
+from megatron_scalevec.study.arms import Arm, read_arms
 
-__all__ = ["BASELINE", "OPTIMIZERS", "Options", "parse", "parser"]
+__all__ = ["BASELINE", "OPTIMIZERS", "Options", "parse", "parser", "rounded"]
 
 BASELINE = demo.BASELINE
 OPTIMIZERS = {"adam": "AdamW", "muon": "Muon"}
 _ARMS = "stock,hg,unified,unified-foldable,unified+branches-off=v"
 _RATES = {"adam": (1e-3, 2e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3)}
 _TUNING_SEED = 99
+# With rates in this range and so far apart, those that widening adds are numbers, and differ in their names.
+_LOWEST_RATE, _HIGHEST_RATE, _RATIO = 1e-8, 1e2, 1.001
+_MOST_WIDENING = 20
+_FIXED = (
+    "steps tuning_steps tuning_seed batch_size seq_length layers hidden_size weight_decay text_bytes"
+).split()
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,7 @@ class Options:
 
     def fixed(self) -> dict[str, Any]:
         """What must stay as it is while a study goes on; arms, optimizers and seeds may be added."""
-        names = (
-            "steps tuning_steps tuning_seed batch_size seq_length layers hidden_size weight_decay text_bytes"
-        )
-        values = {name: getattr(self, name) for name in names.split()}
+        values = {name: getattr(self, name) for name in _FIXED}
         values["text"] = None if self.text is None else [str(path) for path in self.text]
         return values
 
@@ -83,14 +85,23 @@ class Options:
         return self.batch_size * self.seq_length
 
     @classmethod
-    def from_record(cls, record: dict[str, Any], out: Path) -> Options:
-        """What :meth:`record` has put down."""
-        values = dict(record)
-        values["arms"] = tuple(map(read_arm, record["arms"]))
-        values["rates"] = {name: tuple(rates) for name, rates in record["rates"].items()}
-        values["text"] = None if record["text"] is None else tuple(map(Path, record["text"]))
-        values |= {name: tuple(record[name]) for name in ("optimizers", "seeds")}
-        return cls(**values, jobs=None, out=out)
+    def from_record(cls, record: Any, out: Path) -> Options:
+        """What :meth:`record` has put down, through the same checks as a command line.
+
+        Raises:
+            ScaleVecError: It is no such record.
+        """
+        names = set(parse([]).record())
+        if not isinstance(record, dict) or set(record) != names:
+            differing = sorted(names ^ set(record)) if isinstance(record, dict) else ["options"]
+            raise ScaleVecError(f"its {', '.join(differing)} should not be there, or is missing")
+        try:
+            options = parse([*_as_words(record), f"--out={out}"])
+        except (TypeError, AttributeError):  # what should be a list or a mapping is none
+            options = None
+        if options is None or options.record() != record:
+            raise ScaleVecError("its options are not in the form that the command writes")
+        return options
 
     def record(self) -> dict[str, Any]:
         """Everything that the report needs, as JSON can hold it."""
@@ -103,6 +114,16 @@ class Options:
             "widen": self.widen,
             "save_interval": self.save_interval,
         }
+
+
+def _as_words(record: Mapping[str, Any]) -> list[str]:
+    """A record as a command line."""
+    names = (*_FIXED, "widen", "save_interval")
+    words = [f"{demo.flag_of(name)}={record[name]}" for name in names]
+    words += [f"--{name}={','.join(record[name])}" for name in ("arms", "optimizers")]
+    words += [f"--seeds={','.join(map(str, record['seeds']))},"]
+    words += [f"--rates={name}={','.join(map(repr, rates))}" for name, rates in record["rates"].items()]
+    return words + [f"--text={path}" for path in record["text"] or ()]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -140,8 +161,10 @@ def parser() -> argparse.ArgumentParser:
         "--rates",
         metavar="[OPTIMIZER=]RATE,...",
         nargs="+",
+        action="extend",
         default=[],
-        help="learning rates to try, for all optimizers or for one; a single one is taken untuned (default: "
+        help="learning rates to try, for all optimizers or for one; a single one is taken untuned; may be "
+        "given again, for another optimizer (default: "
         + ", ".join(f"{name}={','.join(f'{rate:g}' for rate in rates)}" for name, rates in _RATES.items())
         + ")",
     )
@@ -158,8 +181,8 @@ def parser() -> argparse.ArgumentParser:
         "--tuning-steps",
         metavar="N",
         type=int,
-        help="steps of the runs that tune the learning rate (default: as --steps; fewer cost less and favour "
-        "higher rates)",
+        help="steps of the runs that tune the learning rate, at most --steps (default: as --steps; fewer "
+        "cost less and favour higher rates)",
     )
     for flag, default, text in (
         ("--tuning-seed", _TUNING_SEED, "seed of the runs that tune, none of --seeds"),
@@ -189,16 +212,26 @@ def parse(argv: Sequence[str]) -> Options:
     """
     args = parser().parse_args(list(argv))
     demo.check_size(args, "tuning_steps", "tuning_seed", "save_interval", "jobs")
-    if args.widen < 0:
-        raise ScaleVecError(f"--widen {args.widen} must be at least 0.")
+    if not 0 <= args.widen <= _MOST_WIDENING:
+        raise ScaleVecError(f"--widen {args.widen} must be from 0 to {_MOST_WIDENING}.")
+    if args.tuning_steps is not None and args.tuning_steps > args.steps:
+        raise ScaleVecError(
+            f"--tuning-steps {args.tuning_steps} is more than --steps {args.steps}: learning rates are tuned "
+            "on runs of that length, or shorter ones; leave it out, or raise --steps."
+        )
     seeds = demo.seeds_in(args.seeds)
     if args.tuning_seed in seeds:
         raise ScaleVecError(
             f"--tuning-seed {args.tuning_seed} is one of --seeds: an arm would be judged where it was tuned; "
             "give another."
         )
-    arms = [read_arm(text) for text in demo.names_in(args.arms)]
-    arms = list({arm.label: arm for arm in arms if arm.label != BASELINE}.values())
+    names = demo.names_in(args.arms)
+    if not names:
+        raise ScaleVecError(f"--arms is empty: name some, for example {_ARMS}.")
+    try:
+        arms = read_arms([BASELINE, *names])
+    except ScaleVecError as error:
+        raise ScaleVecError(f"--arms: {error}") from None
     optimizers = demo.names_in(args.optimizers)
     for name in optimizers:
         if name not in OPTIMIZERS:
@@ -208,7 +241,7 @@ def parse(argv: Sequence[str]) -> Options:
     given = {field.name for field in dataclasses.fields(Options)} & set(vars(args))
     values = {name: getattr(args, name) for name in given}
     values |= {
-        "arms": (Arm(BASELINE, BASELINE), *arms),
+        "arms": tuple(arms),
         "optimizers": tuple(optimizers),
         "tuning_steps": args.tuning_steps or args.steps,
         "seeds": seeds,
@@ -235,11 +268,36 @@ def _rates(given: Sequence[str], optimizers: Sequence[str]) -> dict[str, tuple[f
                 f"--rates has two entries for {name or 'all optimizers'}, the second of them {text}: give "
                 "one, with commas between the rates."
             )
-        try:
-            rates = tuple(sorted({float(part) for part in demo.names_in(numbers)}))
-        except ValueError:
-            rates = ()
-        if not rates or not all(0 < rate < math.inf for rate in rates):
-            raise ScaleVecError(f"--rates {text}: give positive numbers with commas between them.")
-        entries[name] = rates
+        entries[name] = _numbers(text, numbers)
     return {name: entries.get(name, entries.get("", _RATES[name])) for name in optimizers}
+
+
+def _numbers(text: str, numbers: str) -> tuple[float, ...]:
+    """The rates of an entry, rising, each once."""
+    try:
+        rates = tuple(sorted({float(part) for part in demo.names_in(numbers)}))
+    except ValueError:
+        rates = ()
+    if not rates or not all(_LOWEST_RATE <= rate <= _HIGHEST_RATE for rate in rates):
+        raise ScaleVecError(
+            f"--rates {text}: give numbers from {_LOWEST_RATE:g} to {_HIGHEST_RATE:g} with commas between "
+            "them."
+        )
+    for rate in rates:
+        if rate != rounded(rate):
+            raise ScaleVecError(
+                f"--rates {text}: runs are started with six digits of a rate, and {rate!r} has more; give "
+                f"{rate:g}."
+            )
+    for low, high in zip(rates, rates[1:]):
+        if high < low * _RATIO:
+            raise ScaleVecError(
+                f"--rates {text}: {low:g} and {high:g} are too near each other for a loss to tell; "
+                f"leave one out, or put them {_RATIO - 1:.1%} apart at least."
+            )
+    return rates
+
+
+def rounded(rate: float) -> float:
+    """As it is written in a run's name and on its command line."""
+    return float(f"{rate:g}")

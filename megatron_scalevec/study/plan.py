@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_scalevec.study.arms import Arm
-from megatron_scalevec.study.options import Options
+from megatron_scalevec.study.options import Options, rounded
 
 __all__ = ["Cell", "Job", "Losses", "Tuning", "cells", "tuning_of", "unplanned_runs", "wanted"]
 
@@ -86,14 +86,9 @@ def tuning_of(cell: Cell, options: Options, finished: Losses) -> Tuning:
             return Tuning(losses, best if good else None, at_edge=at_edge, failed=not good)
         left -= 1
         if best == rates[0]:
-            rates = (_rounded(rates[0] ** 2 / rates[1]), *rates)
+            rates = (rounded(rates[0] * (rates[0] / rates[1])), *rates)
         else:
-            rates = (*rates, _rounded(rates[-1] ** 2 / rates[-2]))
-
-
-def _rounded(rate: float) -> float:
-    """As it is written in a run's name and on its command line."""
-    return float(f"{rate:g}")
+            rates = (*rates, rounded(rates[-1] * (rates[-1] / rates[-2])))
 
 
 def _tuning(cell: Cell, rate: float, options: Options) -> Job:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.study.arms import Arm
 from megatron_scalevec.study.options import BASELINE, OPTIMIZERS, Options
 from megatron_scalevec.study.plan import Cell, Job, Tuning, cells, tuning_of
+from megatron_scalevec.study.records import Description
 from megatron_scalevec.study.store import Store, losses_of
 
 __all__ = ["KIND", "finished_runs", "make_report", "markdown", "write_study_report"]
@@ -69,16 +73,9 @@ def _label(cell: Cell, options: Options) -> str:
     return cell.arm.label if len(options.optimizers) == 1 else f"{cell.optimizer} {cell.arm.label}"
 
 
-def _options(store: Store) -> tuple[Options, dict[str, Any]]:
-    known = store.describe()
-    if known is None:
-        raise ScaleVecError(f"{store.folder} holds no study: name the --out of one.")
-    return Options.from_record(known["options"], store.folder), known
-
-
 def finished_runs(store: Store) -> tuple[list[Run], dict[str, int]]:
     """The runs at the chosen learning rates that did not diverge, and how many did, by label."""
-    options, _ = _options(store)
+    options = store.known().options
     collected = _collect(options, store)
     runs = [run for found in collected for run in found.runs]
     return runs, {_label(found.cell, options): found.diverged for found in collected if found.diverged}
@@ -88,13 +85,14 @@ def make_report(store: Store) -> dict[str, Any]:
     """The report as JSON can hold it; nothing in it depends on the machine's load.
 
     Raises:
-        ScaleVecError: The folder holds no study.
+        ScaleVecError: The folder holds no study, or something in it is damaged or of another one.
     """
-    options, known = _options(store)
-    return _report(options, known, _collect(options, store))
+    known = store.known()
+    return _report(known, _collect(known.options, store))
 
 
-def _report(options: Options, known: Mapping[str, Any], collected: Sequence[_CellResult]) -> dict[str, Any]:
+def _report(known: Description, collected: Sequence[_CellResult]) -> dict[str, Any]:
+    options = known.options
     baselines = {found.cell.optimizer: found for found in collected if found.cell.arm.label == BASELINE}
     entries = [_entry(found, baselines[found.cell.optimizer], options) for found in collected]
     expected = len(collected) * len(options.seeds)
@@ -103,15 +101,15 @@ def _report(options: Options, known: Mapping[str, Any], collected: Sequence[_Cel
     return {
         "kind": KIND,
         "complete": missing == 0,
-        "options": known["options"],
-        "text": known["text"],
-        "versions": known["versions"],
+        "options": options.record(),
+        "text": known.text,
+        "versions": known.versions,
         "model": _model(collected),
         "tokens_per_run": options.steps * options.tokens_per_step,
         "runs": {"wanted": expected, "missing": missing, "diverged": sum(f.diverged for f in collected)},
         "cells": entries,
         "notes": _notes(options, collected, comparisons),
-        "machine": known["machine"],
+        "machine": known.machine,
     }
 
 
@@ -147,7 +145,7 @@ def _entry(found: _CellResult, baseline: _CellResult, options: Options) -> dict[
         "learning_rate": found.tuning.chosen,
         "at_edge": found.tuning.at_edge,
         "losses": {
-            str(seed): None if result is None else (result["final_validation_loss"] or "diverged")
+            str(seed): None if result is None else _loss_or_diverged(result)
             for seed, result in found.results.items()
         },
         "loss": _interval(bootstrap_interval([r.final_validation for r in runs]) if runs else None),
@@ -165,6 +163,11 @@ def _entry(found: _CellResult, baseline: _CellResult, options: Options) -> dict[
             wanted=2 * len(options.seeds),
         ),
     }
+
+
+def _loss_or_diverged(result: Mapping[str, Any]) -> float | str:
+    loss = result["final_validation_loss"]
+    return "diverged" if loss is None else loss
 
 
 def _interval(value: Interval | None) -> dict[str, Any] | None:
@@ -347,10 +350,39 @@ def _runs_table(entries: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> l
 
 
 def write_study_report(store: Store) -> dict[str, Any]:
-    """Write ``report.json``, ``report.md`` and the pictures into the study's folder; returns the report."""
-    options, known = _options(store)
-    collected = _collect(options, store)
-    report = _report(options, known, collected)
+    """Write ``report.json``, ``report.md`` and the pictures into the study's folder; returns the report.
+
+    All of them are the new ones afterwards, or all are as they were. Pictures of what is no longer there go.
+
+    Raises:
+        ScaleVecError: As from :func:`make_report`, or they cannot be written.
+    """
+    known = store.known()
+    collected = _collect(known.options, store)
+    report = _report(known, collected)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".report-", dir=store.folder) as made:
+            drafts = Path(made, "new")
+            drafts.mkdir()
+            pictures = _draw(known.options, collected, drafts)
+            write_report(report, drafts / "report.json")
+            page = "# Study\n\n" + markdown(report, pictures)
+            (drafts / "report.md").write_text(page, encoding="utf-8")
+            _install(drafts, store.folder, {_picture(name) for name in OPTIMIZERS}, Path(made, "old"))
+    except OSError as error:
+        raise ScaleVecError(
+            f"the report cannot be written to {store.folder}: {error}; an earlier one is as it was. Put "
+            "that right and give the command again, with --report-only."
+        ) from None
+    return report
+
+
+def _picture(optimizer: str) -> str:
+    return f"loss-{optimizer}.png"
+
+
+def _draw(options: Options, collected: Sequence[_CellResult], folder: Path) -> dict[str, str]:
+    """Draw a picture for each optimizer whose baseline has runs; returns their names."""
     pictures = {}
     for optimizer in options.optimizers:
         groups = {
@@ -359,14 +391,38 @@ def write_study_report(store: Store) -> dict[str, Any]:
             if found.cell.optimizer == optimizer and found.runs
         }
         if BASELINE in groups:
-            name = f"loss-{optimizer}.png"
             seeds = len(options.seeds)
             title = (
                 f"{OPTIMIZERS[optimizer]}, learning rates tuned, {options.steps} steps, up to {seeds} seeds"
             )
-            draw(groups, BASELINE, store.folder / name, title=title, token="byte")
-            pictures[optimizer] = name
-    write_report(report, store.folder / "report.json")
-    page = "# Study\n\n" + markdown(report, pictures)
-    Path(store.folder / "report.md").write_text(page, encoding="utf-8")
-    return report
+            pictures[optimizer] = _picture(optimizer)
+            draw(groups, BASELINE, folder / pictures[optimizer], title=title, token="byte")
+    return pictures
+
+
+def _install(drafts: Path, folder: Path, temporary: Collection[str], old: Path) -> None:
+    """Move the drafts to their places; of ``temporary`` files those without a draft go.
+
+    Args:
+        drafts: Folder of the new files.
+        folder: Where they are to be, on the same disk.
+        temporary: Names of files that are there only while there is something to put into them.
+        old: A folder to make, for what was there: at an error it is put back.
+    """
+    new = sorted(path.name for path in drafts.iterdir())
+    before = [name for name in {*new, *temporary} if (folder / name).is_file()]
+    old.mkdir()
+    for name in before:
+        shutil.copy2(folder / name, old / name)
+    try:
+        for name in new:
+            os.replace(drafts / name, folder / name)
+        for name in {*temporary} - {*new}:
+            (folder / name).unlink(missing_ok=True)
+    except BaseException:
+        for name in before:
+            os.replace(old / name, folder / name)
+        for name in new:
+            if name not in before and not (drafts / name).exists():
+                (folder / name).unlink()
+        raise

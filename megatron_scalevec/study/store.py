@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import math
 import os
 import shutil
@@ -16,10 +15,10 @@ from typing import Any
 from megatron_scalevec.demo.report import write_report
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.study.options import Options
+from megatron_scalevec.study.records import Description, read_description, read_result
 
-__all__ = ["DESCRIPTION", "KIND", "Store", "losses_of"]
+__all__ = ["DESCRIPTION", "Store", "losses_of"]
 
-KIND = "scalevec study"
 DESCRIPTION = "study.json"
 _LOCK = "lock"
 
@@ -43,8 +42,8 @@ class Store:
         """Where a run keeps what nobody needs once it has ended."""
         return self.folder / "work" / name
 
-    def open(self, options: Options, text: dict[str, Any], versions: dict[str, str]) -> None:
-        """Create the folder, or check that the study in it is this one.
+    def check(self, options: Options, text: Mapping[str, Any], versions: Mapping[str, str]) -> None:
+        """Check that the folder is free, or that the study in it is this one; writes nothing.
 
         Args:
             options: The study's.
@@ -52,45 +51,65 @@ class Store:
             versions: The versions that the runs will have.
 
         Raises:
-            ScaleVecError: The folder holds something else, or a study that differs in what must not change.
+            ScaleVecError: The folder holds something else, a study that differs in what must not change, or
+                results that are none of its own.
         """
         known = self.describe()
-        if known is None:
-            if self.folder.exists() and any(self.folder.iterdir()):
-                raise ScaleVecError(
-                    f"--out {self.folder} is not empty and holds no study, so it is left alone; name another "
-                    "folder."
-                )
-        else:
+        if known is not None:
             self._require_same(known, options, text, versions)
+            self.results()
+            return
         try:
-            for name in ("data", "logs", "audits", "results", "work"):
-                (self.folder / name).mkdir(parents=True, exist_ok=True)
+            # A study that was killed before it could say what it is has left its lock.
+            free = not self.folder.exists() or {path.name for path in self.folder.iterdir()} <= {_LOCK}
         except OSError as error:
-            raise ScaleVecError(f"--out {self.folder} cannot be created: {error}.") from None
+            raise ScaleVecError(f"--out {self.folder} cannot be read: {error.strerror or error}.") from None
+        if not free:
+            raise ScaleVecError(
+                f"--out {self.folder} is not empty and holds no study, so it is left alone; name another "
+                "folder."
+            )
 
-    def describe(self) -> dict[str, Any] | None:
+    def begin(
+        self,
+        options: Options,
+        *,
+        text: dict[str, Any],
+        versions: dict[str, str],
+        machine: dict[str, Any],
+    ) -> None:
+        """Say in ``study.json`` what this is a study of, and make the folders for what runs write.
+
+        Raises:
+            ScaleVecError: That cannot be written.
+        """
+        try:
+            _replace(self.description, Description(options, text, versions, machine).record())
+            for name in ("data", "logs", "audits", "results", "work"):
+                (self.folder / name).mkdir(exist_ok=True)
+        except OSError as error:
+            raise ScaleVecError(f"--out {self.folder} cannot be written to: {error}.") from None
+
+    def describe(self) -> Description | None:
         """What the folder is a study of; None if there is none.
 
         Raises:
-            ScaleVecError: ``study.json`` is there and is none of ours.
+            ScaleVecError: ``study.json`` is there and is none of ours, or is damaged.
         """
-        try:
-            known = json.loads(self.description.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise ScaleVecError(f"{self.description} cannot be read: {error}.") from None
-        if not isinstance(known, dict) or known.get("kind") != KIND:
-            raise ScaleVecError(f"{self.description} is no description of a study; name another --out.")
-        return known
+        return read_description(self.description)
 
     def _require_same(
-        self, known: dict[str, Any], options: Options, text: dict[str, Any], versions: dict[str, str]
+        self,
+        known: Description,
+        options: Options,
+        text: Mapping[str, Any],
+        versions: Mapping[str, str],
     ) -> None:
-        pairs = [("--" + k.replace("_", "-"), known["options"][k], v) for k, v in options.fixed().items()]
-        pairs += [("the text's sha256", known["text"]["sha256"], text["sha256"])]
-        pairs += [(name, known["versions"][name], version) for name, version in versions.items()]
+        before = known.options.fixed()
+        pairs = [("--" + k.replace("_", "-"), before[k], v) for k, v in options.fixed().items()]
+        pairs += [("the text's sha256", known.text["sha256"], text["sha256"])]
+        names = {**known.versions, **versions}
+        pairs += [(name, known.versions.get(name), versions.get(name)) for name in names]
         changed = [f"{name} was {old}, is {new}" for name, old, new in pairs if old != new]
         if changed:
             raise ScaleVecError(
@@ -98,7 +117,7 @@ class Store:
                 "both would not be comparable: give the same, or name another folder. Arms, optimizers, "
                 "seeds and learning rates may be added."
             )
-        left_out = _left_out(known["options"], options.record())
+        left_out = _left_out(known.options.record(), options.record())
         if left_out:
             raise ScaleVecError(
                 f"--out {self.folder} holds a study that also has {'; '.join(left_out)}, and without them "
@@ -106,37 +125,51 @@ class Store:
                 "--report-only reports what is there."
             )
 
-    def save_description(self, options: Options, **more: Any) -> None:
-        """Write ``study.json``."""
-        _replace(self.description, {"kind": KIND, "options": options.record(), **more})
-
     def results(self) -> dict[str, dict[str, Any]]:
-        """The results of the runs that have ended, by name."""
-        found = {}
-        for path in sorted((self.folder / "results").glob("*.json")):
-            result = json.loads(path.read_text(encoding="utf-8"))
-            found[result["name"]] = result
-        return found
+        """The results of the runs that have ended, by name.
+
+        Raises:
+            ScaleVecError: There is no study, or a file among them is none of its results.
+        """
+        known = self.known()
+        paths = sorted((self.folder / "results").glob("*.json"))
+        return {path.stem: read_result(path, known) for path in paths}
+
+    def known(self) -> Description:
+        """What the folder is a study of.
+
+        Raises:
+            ScaleVecError: As from :meth:`describe`, and where there is none.
+        """
+        known = self.describe()
+        if known is None:
+            raise ScaleVecError(f"{self.folder} holds no study: name the --out of one.")
+        return known
 
     def losses(self) -> dict[str, float]:
         """Final validation losses by name of the run, NaN where it diverged."""
         return losses_of(self.results())
 
     def add(self, result: dict[str, Any]) -> None:
-        """Keep a run's result; its checkpoints go."""
-        _replace(self.folder / "results" / f"{result['name']}.json", result)
+        """Keep a run's result, with a mark of the study that it belongs to; its checkpoints go."""
+        path = self.folder / "results" / f"{result['name']}.json"
+        _replace(path, {"study": self.known().identity, **result})
         shutil.rmtree(self.work(result["name"]), ignore_errors=True)
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[int]:
         """Be the only one who writes here; gives a file descriptor that runs hold open as well.
 
-        So a study that was killed does not go on while a run of it is still alive.
+        So a study that was killed does not go on while a run of it is still alive. The folder is made.
 
         Raises:
-            ScaleVecError: Another process is at it.
+            ScaleVecError: Another process is at it, or the folder cannot be written to.
         """
-        descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise ScaleVecError(f"--out {self.folder} cannot be written to: {error}.") from None
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,7 +14,11 @@ from typing import Any
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.telemetry.statistics import STATISTICS
 
-__all__ = ["JsonLines", "scalars", "write"]
+__all__ = ["JsonLines", "require_telemetry", "scalars", "write"]
+
+
+# How every line begins, so that an unfinished one is told from somebody else's text.
+_BEGINNING = '{"step": '
 
 
 class JsonLines:
@@ -36,14 +40,13 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike[str], resumed_at: int) -> None:
         self._path = Path(path)
         self.notes: list[str] = []
-        with self._speaking_of_errors():
+        with _speaking_of_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists() and self._path.stat().st_size:
                 self._continue(resumed_at)
 
     def _continue(self, resumed_at: int) -> None:
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-        steps = [self._step(number, line) for number, line in enumerate(lines, 1)]
+        lines, steps = _read(self._path)
         if resumed_at == 0:
             names = (Path(f"{self._path}.{number}") for number in itertools.count(1))
             aside = next(name for name in names if not name.exists())
@@ -67,38 +70,80 @@ class JsonLines:
             "on, were taken out"
         )
 
-    def _step(self, number: int, line: str) -> int | None:
-        """The step of a line; None for an unfinished one."""
-        if not line.endswith("\n"):
-            return None
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, TypeError, KeyError):
-            raise ScaleVecError(
-                f"{self._path}:{number} is no line of telemetry, so the file is left alone: give another "
-                "name with --scalevec-log."
-            ) from None
-
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line, and hand it to the operating system.
 
+        Args:
+            record: What JSON can hold, its ``step`` first: a whole number of 0 or more.
+
         Raises:
-            ScaleVecError: It cannot be written.
+            ScaleVecError: It is something else, or cannot be written.
         """
-        line = json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n"
-        with self._speaking_of_errors(), open(self._path, "a", encoding="utf-8") as file:
+        try:
+            line = json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n"
+            line.encode()
+        except (TypeError, ValueError) as error:
+            raise ScaleVecError(
+                f"telemetry of step {record.get('step')} cannot be a line of JSON: {error}; give plain "
+                "texts, finite numbers and None."
+            ) from None
+        if not line.startswith(_BEGINNING) or not _is_step(record["step"]):
+            raise ScaleVecError(
+                f"telemetry of step {record.get('step')!r}: a line begins with its step, a whole number of 0 "
+                "or more, by which a resumed run finds its place."
+            )
+        with _speaking_of_errors(self._path), open(self._path, "a", encoding="utf-8") as file:
             file.write(line)
 
-    @contextlib.contextmanager
-    def _speaking_of_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ScaleVecError(
-                f"telemetry cannot be written to {self._path}: {reason}; give another file with "
-                "--scalevec-log."
-            ) from error
+
+def require_telemetry(path: str | os.PathLike[str]) -> None:
+    """Check, before a run begins, that it can continue a file or put it aside: that there is none, or ours.
+
+    Raises:
+        ScaleVecError: It is none of ours, or cannot be read.
+    """
+    with _speaking_of_errors(path):
+        if os.path.exists(path) and os.path.getsize(path):
+            _read(path)
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[list[str], list[int | None]]:
+    """The lines of a file, and their steps: None for an unfinished one."""
+    # A text in a line may hold what Python takes for the end of one; ours end with \n alone.
+    with open(path, encoding="utf-8", newline="\n") as file:
+        lines = file.readlines()
+    return lines, [_step(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def _step(path: str | os.PathLike[str], number: int, line: str) -> int | None:
+    if not line.endswith("\n") and line[: len(_BEGINNING)] == _BEGINNING[: len(line)]:
+        return None
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        step = None
+    if not _is_step(step):
+        raise ScaleVecError(
+            f"{path}:{number} is no line of telemetry, with a step of 0 or more, so the file is left alone: "
+            "give another name with --scalevec-log."
+        )
+    return step
+
+
+def _is_step(value: Any) -> bool:
+    # True is an int to Python, and JSON has Infinity and 1e400.
+    return type(value) is int and value >= 0
+
+
+@contextlib.contextmanager
+def _speaking_of_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ScaleVecError(
+            f"telemetry cannot be written to {path}: {reason}; give another file with --scalevec-log."
+        ) from error
 
 
 def scalars(found: Mapping[str, list[dict[str, Any]]]) -> dict[str, float]:
@@ -138,6 +183,9 @@ def write(
         tensorboard: A ``SummaryWriter``.
         wandb: The module, after its ``init``.
         more: What else goes into the JSON line.
+
+    Raises:
+        ScaleVecError: As from :meth:`JsonLines.append`.
     """
     if file is not None:
         file.append({"step": step, **(more or {}), **found})
