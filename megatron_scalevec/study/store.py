@@ -108,7 +108,7 @@ class Store:
 
     def save_description(self, options: Options, **more: Any) -> None:
         """Write ``study.json``."""
-        _replace(self.description, {"kind": KIND, "options": options.record(), **more})
+        write_report({"kind": KIND, "options": options.record(), **more}, self.description)
 
     def results(self) -> dict[str, dict[str, Any]]:
         """The results of the runs that have ended, by name."""
@@ -124,7 +124,7 @@ class Store:
 
     def add(self, result: dict[str, Any]) -> None:
         """Keep a run's result; its checkpoints go."""
-        _replace(self.folder / "results" / f"{result['name']}.json", result)
+        write_report(result, self.folder / "results" / f"{result['name']}.json")
         shutil.rmtree(self.work(result["name"]), ignore_errors=True)
 
     @contextlib.contextmanager
@@ -171,10 +171,3 @@ def _left_out(known: dict[str, Any], given: dict[str, Any]) -> list[str]:
         if lost := [str(value) for value in old if value not in new]:
             found.append(f"{name}{'' if name.endswith('=') else ' '}{','.join(lost)}")
     return found
-
-
-def _replace(path: Path, value: dict[str, Any]) -> None:
-    """Write JSON so that a reader finds the old or the new file, whole."""
-    draft = path.with_name(path.name + ".new")
-    write_report(value, draft)
-    os.replace(draft, path)
