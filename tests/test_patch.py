@@ -15,7 +15,7 @@ import pytest
 from ranks.arguments import tiny_gpt
 
 from megatron_scalevec import ScaleVecError
-from megatron_scalevec.patches import apply, check, main, revert, tree
+from megatron_scalevec.patches import apply, check, main, revert
 from megatron_scalevec.patches.diff import patches, read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -185,7 +185,7 @@ def test_what_the_system_says_becomes_a_sentence(megatron, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tree.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     refused(apply, megatron, "No space left on device")
 
 
@@ -197,7 +197,7 @@ def test_an_interruption_changes_nothing(megatron, monkeypatch, function):
 
     before = fingerprint(megatron)
     with monkeypatch.context() as patched:
-        patched.setattr(tree.os, function, interrupted)
+        patched.setattr(os, function, interrupted)
         with pytest.raises(KeyboardInterrupt):
             apply(str(megatron))
     assert fingerprint(megatron) == before
@@ -208,7 +208,7 @@ def test_a_killed_process_leaves_a_stock_tree_that_can_be_patched(megatron):
     before = fingerprint(megatron)
     killed = os.fork()
     if killed == 0:
-        tree.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         apply(str(megatron))
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(killed, 0)[1]) == signal.SIGKILL

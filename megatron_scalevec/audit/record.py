@@ -6,12 +6,12 @@ import dataclasses
 import io
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.files import write_file
 
 __all__ = ["Audit", "DecayGroup", "Vector", "kind_of"]
 
@@ -113,25 +113,10 @@ class Audit:
         """
         path = os.fspath(path)
         try:
-            self._write(path)
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            write_file(path, self.to_json())
         except OSError as error:
             raise ScaleVecError(f"the audit cannot be written to {path}: {error.strerror}.") from error
-
-    def _write(self, path: str) -> None:
-        directory = os.path.dirname(os.path.abspath(path))
-        os.makedirs(directory, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=directory, prefix=".scalevec-audit-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.to_json())
-            # mkstemp makes a private file; the audit is as readable as anything else in the folder.
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(temporary, 0o666 & ~mask)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
 
     def table(self) -> str:
         """The short table that is printed at start: one row per kind of vector."""

@@ -16,10 +16,12 @@ from rich.table import Table
 
 from megatron_scalevec.demo.folder import KIND
 from megatron_scalevec.demo.options import BASELINE, Options
+from megatron_scalevec.files import write_file
 
 __all__ = [
     "SCHEMA_VERSION",
     "Result",
+    "as_json",
     "make_report",
     "median_step_time",
     "note",
@@ -99,10 +101,18 @@ def make_report(
     }
 
 
+def as_json(report: dict[str, Any]) -> str:
+    """It as the text of strict JSON: what is not a finite number becomes null."""
+    return json.dumps(_finite(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def write_report(report: dict[str, Any], path: Path) -> None:
-    """Write it as strict JSON: what is not a finite number becomes null."""
-    text = json.dumps(_finite(report), indent=2, ensure_ascii=False, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    """Write :func:`as_json`, whole or not at all.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    write_file(path, as_json(report))
 
 
 def _finite(value: Any) -> Any:

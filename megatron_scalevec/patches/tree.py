@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
 import stat
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import Version
 
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.files import DRAFT, write_file
 from megatron_scalevec.patches.diff import Patch, patches, sha256
 from megatron_scalevec.versions import SUPPORTED
 
 __all__ = ["PATCHED", "STOCK", "MegatronTree"]
 
 STOCK, PATCHED = "stock", "patched"
-_LEFT_BEHIND = ".scalevec-patch-"
 
 
 @dataclass(frozen=True)
@@ -94,29 +92,18 @@ class MegatronTree:
                     f"{path} is read-only, so nothing was changed; make it writable for its owner, or use "
                     "'scalevec launch', which needs no patch."
                 )
-        temporary = None
         try:
             self._clear()
-            handle, temporary = tempfile.mkstemp(prefix=_LEFT_BEHIND, dir=target.parent)
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, mode)
-            os.replace(temporary, target)
-            temporary = None
+            write_file(target, content)
         except OSError as error:
             raise ScaleVecError(
                 f"{target} cannot be replaced ({error.strerror or error}), so nothing was changed; make the "
                 "tree writable, or use 'scalevec launch', which needs no patch."
             ) from error
-        finally:  # an interruption, too, leaves the tree as it was
-            if temporary is not None:
-                os.unlink(temporary)
 
     def _clear(self) -> None:
         """Remove what a killed process left beside the file; it never got the file's name."""
-        for left in self.file.parent.glob(_LEFT_BEHIND + "*"):
+        for left in self.file.parent.glob(DRAFT + "*"):
             left.unlink(missing_ok=True)
 
 

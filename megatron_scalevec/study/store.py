@@ -84,7 +84,7 @@ class Store:
             ScaleVecError: That cannot be written.
         """
         try:
-            _replace(self.description, Description(options, text, versions, machine).record())
+            write_report(Description(options, text, versions, machine).record(), self.description)
             for name in ("data", "logs", "audits", "results", "work"):
                 (self.folder / name).mkdir(exist_ok=True)
         except OSError as error:
@@ -153,7 +153,7 @@ class Store:
     def add(self, result: dict[str, Any]) -> None:
         """Keep a run's result, with a mark of the study that it belongs to; its checkpoints go."""
         path = self.folder / "results" / f"{result['name']}.json"
-        _replace(path, {"study": self.known().identity, **result})
+        write_report({"study": self.known().identity, **result}, path)
         shutil.rmtree(self.work(result["name"]), ignore_errors=True)
 
     @contextlib.contextmanager
@@ -204,10 +204,3 @@ def _left_out(known: dict[str, Any], given: dict[str, Any]) -> list[str]:
         if lost := [str(value) for value in old if value not in new]:
             found.append(f"{name}{'' if name.endswith('=') else ' '}{','.join(lost)}")
     return found
-
-
-def _replace(path: Path, value: dict[str, Any]) -> None:
-    """Write JSON so that a reader finds the old or the new file, whole."""
-    draft = path.with_name(path.name + ".new")
-    write_report(value, draft)
-    os.replace(draft, path)

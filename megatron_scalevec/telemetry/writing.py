@@ -6,12 +6,12 @@ import contextlib
 import itertools
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.files import write_file
 from megatron_scalevec.telemetry.statistics import STATISTICS
 
 __all__ = ["JsonLines", "require_telemetry", "scalars", "write"]
@@ -56,15 +56,7 @@ class JsonLines:
         kept = [line for line, step in zip(lines, steps) if step is not None and step <= resumed_at]
         if len(kept) == len(lines):
             return
-        handle, draft = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.writelines(kept)
-            os.chmod(draft, self._path.stat().st_mode)
-            os.replace(draft, self._path)
-        except BaseException:
-            os.unlink(draft)
-            raise
+        write_file(self._path, "".join(kept))
         self.notes.append(
             f"{self._path}: {len(lines) - len(kept)} lines after step {resumed_at}, from which the run goes "
             "on, were taken out"
