@@ -195,7 +195,7 @@ class ScaleVecConfig:
     branches: str | None = None
     """A key of :data:`BRANCHES`; None where the strategy has no scale vectors."""
     experts: str | None = None
-    """A key of :data:`EXPERTS`: whose the vectors of routed experts are. No effect on dense models."""
+    """A key of :data:`EXPERTS`: whose the vectors of routed experts are."""
     placement: str | None = None
     """A key of :data:`PLACEMENTS`; None where the strategy has no scale vectors."""
     reparam: str | None = None
@@ -260,6 +260,12 @@ class ScaleVecConfig:
             raise ScaleVecError(
                 f"--scalevec-vector-dtype has no effect with --scalevec-strategy {self.strategy}, "
                 "which leaves no scale vectors; drop the flag."
+            )
+        if self.decay_alone and self.weight_decay in ("stock", "none"):
+            raise ScaleVecError(
+                f"--scalevec-strategy {self.strategy} has no effect here: with these components it only lets "
+                "the norms' own scales decay, and --scalevec-weight-decay "
+                f"{self.weight_decay} does not; drop one of the two."
             )
         self._refuse_shared_experts_without_effect()
         normalized = {"q", "k", "v"} - set(self.branches_off)
@@ -415,6 +421,11 @@ class ScaleVecConfig:
         """Whether parameters are added; otherwise all scales are the norms' own or none."""
         own = self.removes_norm_scale or self.has_output_scales or "projections" in self.sites
         return self.placement is not None and own
+
+    @property
+    def decay_alone(self) -> bool:
+        """Whether weight decay of the norms' own scales is all that differs from stock."""
+        return self.placement is not None and not self.owns_vectors and not self.lr_mult
 
     @property
     def plain(self) -> bool:

@@ -68,6 +68,11 @@ def test_lists_are_brought_into_one_order():
         ({"strategy": "iwd", "branches_off": "q"}, "contradicts --scalevec-branches shared"),
         ({"strategy": "hg", "branches_off": "qq"}, "unknown branch 'qq'"),
         ({"strategy": "hg", "decay_v_norm": "output"}, "no effect with --scalevec-placement input"),
+        ({"strategy": "iwd", "weight_decay": "stock"}, "only lets the norms' own scales decay"),
+        (
+            {"strategy": "hg", "branches": "shared", "weight_decay": "none"},
+            "--scalevec-strategy hg has no effect",
+        ),
         ({"strategy": "none", "vector_dtype": "fp32"}, "no effect with --scalevec-strategy none"),
         ({"strategy": "unified", "sites": "mlp"}, "leave none of them.*placement dual"),
         ({"strategy": "dnp", "branches_off": "q,k,v"}, "leave none of them"),
