@@ -159,14 +159,18 @@ def choose(what: str, value: str, valid: Iterable[str]) -> str:
     names = list(valid)
     if value in names:
         return value
-    near = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
+    if isinstance(value, bool):
+        hint = " YAML reads yes, no, on and off as true and false: put a name in quotes."
     raise ScaleVecError(f"unknown {what} {value!r}: choose one of {', '.join(names)}.{hint}")
 
 
-def _names(value: str | Iterable[str]) -> tuple[str, ...]:
+def _names(component: str, value: str | Iterable[str]) -> tuple[str, ...]:
     """Names from a comma-separated string, or from any iterable of them."""
-    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(value, Iterable):
+        raise ScaleVecError(f"{_flag(component)} is {value!r}: give names, separated by commas.")
+    items = value.split(",") if isinstance(value, str) else map(str, value)
     return tuple(item.strip() for item in items if item.strip())
 
 
@@ -191,7 +195,7 @@ class ScaleVecConfig:
     branches: str | None = None
     """A key of :data:`BRANCHES`; None where the strategy has no scale vectors."""
     experts: str | None = None
-    """A key of :data:`EXPERTS`: whose the vectors of routed experts are. No effect on dense models."""
+    """A key of :data:`EXPERTS`: whose the vectors of routed experts are."""
     placement: str | None = None
     """A key of :data:`PLACEMENTS`; None where the strategy has no scale vectors."""
     reparam: str | None = None
@@ -256,6 +260,12 @@ class ScaleVecConfig:
             raise ScaleVecError(
                 f"--scalevec-vector-dtype has no effect with --scalevec-strategy {self.strategy}, "
                 "which leaves no scale vectors; drop the flag."
+            )
+        if self.decay_alone and self.weight_decay in ("stock", "none"):
+            raise ScaleVecError(
+                f"--scalevec-strategy {self.strategy} has no effect here: with these components it only lets "
+                "the norms' own scales decay, and --scalevec-weight-decay "
+                f"{self.weight_decay} does not; drop one of the two."
             )
         self._refuse_shared_experts_without_effect()
         normalized = {"q", "k", "v"} - set(self.branches_off)
@@ -335,7 +345,7 @@ class ScaleVecConfig:
     def _resolve_sites(self) -> tuple[str, ...]:
         if self.sites is None:
             return DEFAULT_SITES
-        names = _names(self.sites)
+        names = _names("sites", self.sites)
         if not names:
             raise ScaleVecError(
                 f"--scalevec-sites is empty: give one or more of {', '.join(SITES)}, separated by commas."
@@ -350,7 +360,7 @@ class ScaleVecConfig:
         return tuple(name for name in SITES if name in names)
 
     def _resolve_branches_off(self) -> tuple[str, ...]:
-        names = _names(self.branches_off or ())
+        names = _names("branches_off", self.branches_off or ())
         valid = list(dict.fromkeys(name for group in BRANCH_NAMES.values() for name in group))
         for name in names:
             choose("branch", name, valid)
@@ -363,25 +373,32 @@ class ScaleVecConfig:
 
     def _resolve_lr_mult(self) -> str | None:
         multipliers = {}
-        for item in _names(self.lr_mult or ()):
-            role, equals, factor = item.partition("=")
-            choose("role", role.strip(), LR_ROLES)
+        for item in _names("lr_mult", self.lr_mult or ()):
+            role, _, text = item.partition("=")
+            role = choose("role", role.strip(), LR_ROLES)
             try:
-                multipliers[role.strip()] = float(factor)
+                factor = float(text)
             except ValueError:
-                equals = ""
-            if not equals or not 0 < multipliers[role.strip()] < float("inf"):
+                factor = 0.0
+            if not 0 < factor < float("inf"):
                 raise ScaleVecError(
                     f"--scalevec-lr-mult {item!r}: give ROLE=FACTOR with a positive factor, for example "
                     "input=2."
                 )
-        changed = {role: multipliers[role] for role in LR_ROLES if multipliers.get(role, 1.0) != 1.0}
-        return ",".join(f"{role}={factor:g}" for role, factor in changed.items()) or None
+            if multipliers.setdefault(role, factor) != factor:
+                raise ScaleVecError(
+                    f"--scalevec-lr-mult gives {role} two factors, {multipliers[role]:g} and {factor:g}; "
+                    "give one."
+                )
+        factors = {role: multipliers[role] for role in LR_ROLES if multipliers.get(role, 1.0) != 1.0}
+        # Without a digit lost, and whole numbers as people write them.
+        items = [f"{role}={repr(factor).removesuffix('.0')}" for role, factor in factors.items()]
+        return ",".join(items) or None
 
     @property
     def lr_multipliers(self) -> dict[str, float]:
         """Role to learning-rate multiplier, those other than one."""
-        items = (item.split("=") for item in _names(self.lr_mult or ()))
+        items = (item.split("=") for item in _names("lr_mult", self.lr_mult or ()))
         return {role: float(factor) for role, factor in items}
 
     @property
@@ -406,6 +423,11 @@ class ScaleVecConfig:
         return self.placement is not None and own
 
     @property
+    def decay_alone(self) -> bool:
+        """Whether weight decay of the norms' own scales is all that differs from stock."""
+        return self.placement is not None and not self.owns_vectors and not self.lr_mult
+
+    @property
     def plain(self) -> bool:
         """Whether a norm's own parameter, as it stands, can be the scale vector."""
         return self.reparam == "none" and self.vector_dtype == "model"
@@ -427,10 +449,11 @@ class ScaleVecConfig:
         A namespace without them (a stock checkpoint, a YAML without the keys) gives ``stock``.
         """
         values = {f.name: getattr(args, f"scalevec_{f.name}", None) for f in fields(cls)}
-        values["strategy"] = values["strategy"] or "stock"
+        if values["strategy"] is None:
+            values["strategy"] = "stock"
         for name in ("sites", "branches_off"):
             if values[name] is not None:
-                values[name] = _names(values[name])
+                values[name] = _names(name, values[name])
         return cls(**values)
 
     def as_arguments(self) -> dict[str, str]:

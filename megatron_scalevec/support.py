@@ -363,6 +363,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop that flag",
     ),
     Refusal(
+        "no-weight-decay",
+        lambda args, config: (
+            config.decay_alone
+            and not any(
+                getattr(args, name, None)
+                for name in ("weight_decay", "start_weight_decay", "end_weight_decay")
+            )
+            and hasattr(args, "weight_decay")
+        ),
+        "the strategy lets the norms' own scales decay and does nothing else, and --weight-decay is 0",
+        "give --weight-decay a value",
+    ),
+    Refusal(
         "wd-on-qk-norms",
         lambda args, config: (
             bool(getattr(args, "apply_wd_to_qk_layernorm", False))

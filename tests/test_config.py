@@ -42,6 +42,7 @@ def test_lists_are_brought_into_one_order():
     assert config.branches_off == ("q", "up")
     assert config.lr_mult == "input=2,output=0.5"
     assert config.lr_multipliers == {"input": 2.0, "output": 0.5}
+    assert ScaleVecConfig(strategy="hg", lr_mult="input=1.23456789").lr_mult == "input=1.23456789"
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,11 @@ def test_lists_are_brought_into_one_order():
         ({"strategy": "iwd", "branches_off": "q"}, "contradicts --scalevec-branches shared"),
         ({"strategy": "hg", "branches_off": "qq"}, "unknown branch 'qq'"),
         ({"strategy": "hg", "decay_v_norm": "output"}, "no effect with --scalevec-placement input"),
+        ({"strategy": "iwd", "weight_decay": "stock"}, "only lets the norms' own scales decay"),
+        (
+            {"strategy": "hg", "branches": "shared", "weight_decay": "none"},
+            "--scalevec-strategy hg has no effect",
+        ),
         ({"strategy": "none", "vector_dtype": "fp32"}, "no effect with --scalevec-strategy none"),
         ({"strategy": "unified", "sites": "mlp"}, "leave none of them.*placement dual"),
         ({"strategy": "dnp", "branches_off": "q,k,v"}, "leave none of them"),
@@ -76,6 +82,16 @@ def test_lists_are_brought_into_one_order():
         ({"strategy": "hg", "lr_mult": "input"}, "ROLE=FACTOR"),
         ({"strategy": "hg", "lr_mult": "input=-1"}, "positive factor"),
         ({"strategy": "hg", "lr_mult": "in=2"}, "unknown role 'in'.*'input'"),
+        ({"strategy": "hg", "lr_mult": "input=2,input=3"}, "two factors, 2 and 3"),
+        # What YAML makes of numbers, lists and of words like no.
+        ({"strategy": False}, "unknown strategy False.*put a name in quotes"),
+        ({"strategy": None}, "unknown strategy None"),
+        ({"strategy": "hg", "weight_decay": False}, "choose one of split, stock, all, none.*in quotes"),
+        ({"strategy": "hg", "placement": ["dual"]}, r"\['dual'\]: choose one of input, output, dual"),
+        ({"strategy": "hg", "sites": 5}, "--scalevec-sites is 5: give names"),
+        ({"strategy": "hg", "sites": [1, "mlp"]}, "unknown site '1'"),
+        ({"strategy": "hg", "branches_off": True}, "--scalevec-branches-off is True"),
+        ({"strategy": "hg", "lr_mult": 2}, "--scalevec-lr-mult is 2"),
     ],
 )
 def test_bad_values_are_refused_with_a_sentence(values, message):
@@ -86,6 +102,9 @@ def test_bad_values_are_refused_with_a_sentence(values, message):
 
 def test_namespaces_without_the_keys_are_stock():
     assert ScaleVecConfig.from_namespace(SimpleNamespace()) == ScaleVecConfig()
+    # YAML's `no` and `off` are not `none`, and not nothing.
+    with pytest.raises(ScaleVecError, match="unknown strategy False"):
+        ScaleVecConfig.from_namespace(SimpleNamespace(scalevec_strategy=False))
 
 
 def test_a_namespace_gives_back_what_made_it():

@@ -177,10 +177,12 @@ def test_what_cannot_be_converted_is_left_as_it_was(ranks, case, message):
         ),
         ({"branches_off": "gate,o"}, "--scalevec-branches-off o: this model has no such branch"),
         ({"branches_off": "q", "sites": "mlp"}, "--scalevec-branches-off q"),
+        ({"sites": "mtp,mamba"}, "nothing at the sites mamba, mtp.*give some of attention, mlp, head, proj"),
+        ({"experts": "shared"}, "--scalevec-experts shared has no effect on this model"),
     ],
     ids=str,
 )
-def test_branches_that_the_model_does_not_have_are_refused(ranks, config, message):
+def test_what_the_model_does_not_have_is_refused(ranks, config, message):
     [found] = ranks.run("convert_refused", case="nothing", config={"strategy": "hg", **config})
     assert re.search(message, found["error"])
     assert found["unchanged"]
@@ -191,11 +193,6 @@ def test_decay_toward_one_is_refused(ranks):
         "convert_refused", case="zero-centered", config={"strategy": "hg", "weight_decay": "all"}
     )
     assert "pulled toward 1 instead of 0" in found["error"] and found["unchanged"]
-
-
-def test_a_strategy_that_finds_nothing_is_refused(ranks):
-    [found] = ranks.run("audit_broken", breakage="nothing-there")
-    assert "nothing at the sites mtp, so nothing would change" in found["error"]
 
 
 @pytest.mark.parametrize("strategy", ["iwd", "hg", "dnp", "unified"])

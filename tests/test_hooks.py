@@ -117,6 +117,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "layer-wise-float32": {"optimizer": "muon", "use_distributed_optimizer": True},
         "soap-checkpoints": {"optimizer": "soap", "save": "folder"},
         "precision-aware-optimizer": {"use_precision_aware_optimizer": True},
+        "no-weight-decay": {"weight_decay": 0.0, "start_weight_decay": None},
         "wd-on-qk-norms": {"apply_wd_to_qk_layernorm": True},
         "kitchen": {"use_kitchen": True},
         "adapters": {"peft": "lora"},
@@ -133,6 +134,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "float32-vectors": {"bf16": True, "use_distributed_optimizer": False},
     }
     configs = {
+        "no-weight-decay": ScaleVecConfig(strategy="iwd"),
         "fused-qkv-rope": ScaleVecConfig(strategy="dnp"),
         "qk-l2-norm": ScaleVecConfig(strategy="unified"),
         "v-norm-of-latent-attention": ScaleVecConfig(strategy="unified", decay_v_norm="output"),

@@ -52,6 +52,8 @@ def test_a_setting_is_read_as_it_was_written(config):
         ("unifed", "Did you mean 'unified'?"),
         ({"strategy": "hg", "placment": "dual"}, "Did you mean 'placement'?"),
         ({"strategy": "or", "placement": "output"}, "nothing to share"),
+        ({"strategy": "hg", "weight_decay": False}, "put a name in quotes"),
+        ({"strategy": "hg", "sites": 3}, "--scalevec-sites is 3"),
     ],
 )
 def test_what_is_no_setting(value, text):

@@ -100,3 +100,23 @@ def test_a_wrong_number_of_steps(ranks, value):
 def test_a_script_without_steps_says_that_nothing_was_compared(ranks):
     with pytest.raises(RankFailure, match="--scalevec-debug-replicas compared nothing"):
         ranks.run("launch_only", argv=["--scalevec-debug-replicas", "1"], script="exits_zero.py")
+
+
+@pytest.mark.parametrize(("interval", "says"), [(10, False), (11, True)])
+def test_an_interval_longer_than_the_run_is_told(capsys, interval, says):
+    from types import SimpleNamespace
+
+    from packaging.version import Version
+
+    from megatron_scalevec import ScaleVecConfig
+    from megatron_scalevec.integration import argument_hooks
+    from megatron_scalevec.integration.arguments import parse_own
+    from megatron_scalevec.integration.session import Session
+
+    own = parse_own(["--scalevec-debug-replicas", str(interval)])
+    session = Session(own, Version("0.19.2"), False, ScaleVecConfig())
+    validate = argument_hooks.validate(session, lambda args, defaults: args)
+    validate(SimpleNamespace(**vars(own), train_iters=10))
+    assert session.replicas_every == interval
+    expected = f"nothing will be compared: --scalevec-debug-replicas is {interval}, and the run has 10 iter"
+    assert (expected in capsys.readouterr().out) == says

@@ -114,10 +114,6 @@ def audit(
     if remark:
         result = dataclasses.replace(result, execution_reason=f"{result.execution_reason}; {remark}")
     problems = result.problems()
-    if not result.vectors and not result.norm_scales_retired:
-        problems.append(
-            f"the model has nothing at the sites {', '.join(config.sites)}, so nothing would change"
-        )
     if problems:
         raise ScaleVecError(
             f"--scalevec-strategy {config.strategy} was not built everywhere: {'; '.join(problems)}. "

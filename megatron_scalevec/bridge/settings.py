@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -42,7 +42,8 @@ def read(value: Any) -> ScaleVecConfig:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):  # lr_mult: {input: 2}
         return ",".join(f"{role}={factor}" for role, factor in value.items())
-    return value if value is None or isinstance(value, str) else tuple(map(str, value))
+    # OmegaConf's lists are no tuples, which the configuration has to hold.
+    return tuple(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def write(config: ScaleVecConfig) -> str | dict[str, Any]:

@@ -18,7 +18,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_scalevec.checkpoint.guard import protect
 from megatron_scalevec.config import ScaleVecConfig
-from megatron_scalevec.convert.branches import branches_at, refuse_unknown_branches
+from megatron_scalevec.convert.branches import branches_at, refuse_without_effect
 from megatron_scalevec.convert.hybrid import is_supported, remember_layers
 from megatron_scalevec.convert.latent import complete_rope_keys
 from megatron_scalevec.convert.roles import parameter_roles, plan_roles
@@ -41,7 +41,6 @@ __all__ = [
     "branches_at",
     "forget",
     "parameter_roles",
-    "refuse_unknown_branches",
 ]
 
 _APPLIED_ATTRIBUTE = "scalevec_config"
@@ -98,7 +97,7 @@ def _convert(model: LanguageModule, config: ScaleVecConfig) -> None:
     if getattr(model.config, _BORROWED_FLAG, False):
         _without_borrowed_norms(model)
     remember_layers(model)
-    refuse_unknown_branches(config, model.config)
+    refuse_without_effect(config, model.config)
     refuse_unsupported_experts(model.config, config, megatron_version())
     if config.weight_decay == "all" and _zero_centered(model.config):
         raise ScaleVecError(

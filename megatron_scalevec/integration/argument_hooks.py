@@ -76,6 +76,7 @@ def validate(current: Session, original):
         settle_execution(current, args, config)
         current.audit_files = audit_files(args)
         current.replicas_every = getattr(args, "scalevec_debug_replicas", None)
+        _say_if_never("compared", "--scalevec-debug-replicas", current.replicas_every, args)
         if config.active:
             say(f"scale vectors asked for: {config.describe()}")
         return result
@@ -195,11 +196,16 @@ def _settle_telemetry(current: Session, args: Any, config: ScaleVecConfig) -> No
         )
     current.log_interval = LOG_INTERVAL if interval is None else interval
     current.log_file = file
+    _say_if_never("logged", "--scalevec-log-interval", current.log_interval, args)
+
+
+def _say_if_never(done: str, flag: str, interval: int | None, args: Any) -> None:
+    """Of an interval that is longer than the run."""
     steps = getattr(args, "train_iters", None)
-    if steps and current.log_interval > steps:
+    if interval and steps and interval > steps:
         say(
-            f"nothing will be logged: --scalevec-log-interval is {current.log_interval}, and the run has "
-            f"{steps} iterations; give a smaller interval."
+            f"nothing will be {done}: {flag} is {interval}, and the run has {steps} iterations; give a "
+            "smaller number."
         )
 
 

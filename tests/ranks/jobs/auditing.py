@@ -33,8 +33,7 @@ def audit_broken(breakage: str | None) -> dict[str, Any]:
 
     initialize_parallel()
     model = build_gpt("llama", torch.float32)
-    sites = ("mtp",) if breakage == "nothing-there" else None
-    config = ScaleVecConfig(strategy="hg", sites=sites)
+    config = ScaleVecConfig(strategy="hg")
     apply_scale_vectors(model, config)
     optimizer_config = OptimizerConfig(lr=0.1, weight_decay=0.1, optimizer="adam")
     overrides = standard(optimizer_config)
