@@ -366,6 +366,8 @@ class ScaleVecConfig:
         for item in _names(self.lr_mult or ()):
             role, equals, factor = item.partition("=")
             choose("role", role.strip(), LR_ROLES)
+            if role.strip() in multipliers:
+                raise ScaleVecError(f"--scalevec-lr-mult gives {role.strip()} twice; give it once.")
             try:
                 multipliers[role.strip()] = float(factor)
             except ValueError:
