@@ -376,6 +376,8 @@ class ScaleVecConfig:
         for item in _names("lr_mult", self.lr_mult or ()):
             role, _, text = item.partition("=")
             role = choose("role", role.strip(), LR_ROLES)
+            if role in multipliers:
+                raise ScaleVecError(f"--scalevec-lr-mult gives {role} twice; give it once.")
             try:
                 factor = float(text)
             except ValueError:
@@ -385,11 +387,7 @@ class ScaleVecConfig:
                     f"--scalevec-lr-mult {item!r}: give ROLE=FACTOR with a positive factor, for example "
                     "input=2."
                 )
-            if multipliers.setdefault(role, factor) != factor:
-                raise ScaleVecError(
-                    f"--scalevec-lr-mult gives {role} two factors, {multipliers[role]:g} and {factor:g}; "
-                    "give one."
-                )
+            multipliers[role] = factor
         factors = {role: multipliers[role] for role in LR_ROLES if multipliers.get(role, 1.0) != 1.0}
         # Without a digit lost, and whole numbers as people write them.
         items = [f"{role}={repr(factor).removesuffix('.0')}" for role, factor in factors.items()]

@@ -80,6 +80,7 @@ def test_lists_are_brought_into_one_order():
         ({"strategy": "dp", "lr_mult": "output=2"}, "γ_out on a linear is of class 'input'"),
         ({"strategy": "unified", "lr_mult": "direction=2"}, "only --scalevec-reparam unit"),
         ({"strategy": "hg", "lr_mult": "input"}, "ROLE=FACTOR"),
+        ({"strategy": "hg", "lr_mult": "input=2,input=3"}, "gives input twice"),
         ({"strategy": "hg", "lr_mult": "input=-1"}, "positive factor"),
         ({"strategy": "hg", "lr_mult": "in=2"}, "unknown role 'in'.*'input'"),
         ({"strategy": "hg", "lr_mult": "input=2,input=3"}, "two factors, 2 and 3"),

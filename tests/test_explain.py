@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from ranks.arguments import LAYOUTS, tiny_gpt
 
+from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.explain import main
+
 ROOT = Path(__file__).resolve().parent.parent
 SCALEVEC = Path(sys.executable).parent / "scalevec"
 
@@ -164,6 +167,18 @@ def test_a_named_spec_is_explained_as_well(ranks):
         (["--hidden-size", "big"], {}, "argument --hidden-size: invalid int value: 'big'"),
         (["--num-attention-heads", "5"], {}, "Megatron refuses this run: "),
         ([], {"of": 3}, "--world-size 3 is not a multiple of 2"),
+        ([], {"of": 0}, "--world-size 0 is no number of ranks, 1 or more; drop it for 2"),
+        ([], {"of": -2}, "--world-size -2 is no number of ranks, 1 or more; drop it for 2"),
+        (
+            [],
+            {"behind": ["torchrun", "--nproc-per-node", "3", "pretrain_gpt.py"]},
+            "the launcher's number of ranks, 3, is not a multiple of 2",
+        ),
+        (
+            [],
+            {"behind": ["torchrun", "--nproc-per-node", "0", "pretrain_gpt.py"]},
+            "the launcher's number of ranks, 0, is no number of ranks",
+        ),
         ([], {"rank": 2}, "--rank 2 is not one of the 2 ranks"),
         (
             ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "no/such"],
@@ -178,10 +193,41 @@ def test_refusals_are_sentences(ranks, arguments, options, message):
     without = options.get("without")
     if without:
         del argv[argv.index(without) : argv.index(without) + 2]
-    options = {key: value for key, value in options.items() if key != "without"}
+    argv = [*options.get("behind", ()), *argv]
+    options = {key: value for key, value in options.items() if key not in ("without", "behind")}
     [found] = ranks.run("explain_line", arguments=argv, **options)
     assert message in (found["error"] or ""), found
     assert "\n" not in found["error"]
+
+
+RANKS = "is not a number of ranks, a whole number from 1 to 1048576"
+SPEED = "is not a bandwidth in GB/s, 0.001 to 1e+09"
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (["--world-size", "0"], f"argument --world-size: '0' {RANKS}"),
+        (["--world-size", "-8"], f"argument --world-size: '-8' {RANKS}"),
+        (["--world-size", "many"], f"argument --world-size: 'many' {RANKS}"),
+        (["--world-size", "1e3"], f"argument --world-size: '1e3' {RANKS}"),
+        (["--world-size", "10000000"], f"argument --world-size: '10000000' {RANKS}"),
+        (["--rank", "-1"], "argument --rank: '-1' is not a rank, a whole number from 0 to"),
+        (["--rank", "first"], "argument --rank: 'first' is not a rank"),
+        (["--memory-bandwidth", "abc"], f"argument --memory-bandwidth: 'abc' {SPEED}"),
+        (["--memory-bandwidth", "0"], f"argument --memory-bandwidth: '0' {SPEED}"),
+        (["--memory-bandwidth", "nan"], f"argument --memory-bandwidth: 'nan' {SPEED}"),
+        (["--memory-bandwidth", "1e-300"], f"argument --memory-bandwidth: '1e-300' {SPEED}"),
+        (["--memory-bandwidth", "inf"], f"argument --memory-bandwidth: 'inf' {SPEED}"),
+        (["--rank", "0", "--rank", "1"], "--rank is given twice, 0 and 1; give it once"),
+        (["--diff", "hg", "dp", "--diff", "hg", "unified"], "--diff is given twice"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_its_own_options_are_checked(own, message):
+    with pytest.raises(ScaleVecError) as raised:
+        main([*own, "--", "pretrain_gpt.py", "--num-layers", "2"])
+    assert message in str(raised.value)
 
 
 @pytest.mark.needs_training
@@ -223,7 +269,7 @@ def test_the_command_line(tmp_path):
     for arguments, message in (
         (["--num-layers", "2"], "stand behind --"),
         ([], "put the arguments of the run behind --"),
-        (["--rank", "x", "--"], "invalid int value: 'x'"),
+        (["--rank", "x", "--"], "'x' is not a rank"),
     ):
         run = scalevec("explain", *arguments, cwd=tmp_path)
         assert run.returncode == 2 and message in run.stderr and "Traceback" not in run.stderr

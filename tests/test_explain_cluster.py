@@ -136,7 +136,7 @@ def test_a_refused_side_is_shown(ranks):
 
 def test_bad_options_are_sentences(ranks):
     for arguments, message in (
-        (["--memory-bandwidth", "0", "--"], "0 is not a positive number"),
+        (["--memory-bandwidth", "0", "--"], "'0' is not a bandwidth in GB/s"),
         (["--diff", "hg", "--", "x"], "--diff takes two strategies, or two sets of arguments"),
         ([], "name a launch script, or put the arguments of the run behind --"),
     ):

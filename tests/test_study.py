@@ -528,7 +528,7 @@ def test_a_result_under_another_name(tmp_path):
 def test_a_study_that_was_killed_before_it_said_what_it_is_begins_again(tmp_path):
     store = Store(tmp_path / "study")
     with store.owned():
-        pass
+        (store.folder / "study.json.new").write_text('{"kind": "scal')
     store.check(small(), TEXT, VERSIONS)
     (store.folder / "notes.txt").touch()
     with pytest.raises(ScaleVecError, match="holds no study"):
@@ -758,6 +758,35 @@ def test_a_first_report_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(ScaleVecError, match="report.md"):
         write_study_report(store)
     assert contents(store.folder) == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "flags"),
+    [
+        (["--steps", "60", "--arms", "stock,hg", "--rates", "4e-3,1e-3,2e-3", "--seeds", "2"], None),
+        (["--arms", "hg,dp"], "--arms"),
+        (["--steps", "61", "--tuning-steps", "10"], "--steps, --tuning-steps"),
+        (["--rates", "1e-3"], "--rates"),
+        (["--text", "book.txt"], "--text"),
+    ],
+)
+def test_a_report_is_of_the_study_that_is_there(tmp_path, argv, flags):
+    """What the command line says besides may be left out, and may not be something else."""
+    store, options = half_done(tmp_path / "study")
+    argv = [*argv, "--report-only", "--out", str(store.folder)]
+    if flags is None:
+        assert study.main(argv) == 0
+        return
+    with pytest.raises(ScaleVecError, match=f"its {flags} differ from what is given"):
+        study.main(argv)
+    assert names_of(store.folder) == set()
+
+
+@pytest.mark.needs_training
+def test_a_disk_that_is_full_ends_a_study_with_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "write_dataset", no_space)
+    with pytest.raises(ScaleVecError, match="No space left on device.*what was done is kept"):
+        study.main(["--out", str(tmp_path / "study")])
 
 
 def no_space(*_, **__):

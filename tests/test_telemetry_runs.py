@@ -86,6 +86,14 @@ def test_the_loop_of_the_documentation_runs(ranks, tmp_path):
     assert {name: value for name, value, _ in told} == scalars(line)
 
 
+def test_a_loop_that_forgets_a_call_is_told(ranks, tmp_path):
+    code = "from megatron_scalevec.telemetry import Telemetry\n"
+    code += "telemetry = Telemetry(model_chunks, optimizer)\ntelemetry.before_step()\noptimizer.step()\n"
+    ranks.run("telemetry_of_a_loop", code=code + "telemetry.after_step()", folder=str(tmp_path))
+    with pytest.raises(RankFailure, match=r"call before_step\(\) on every rank"):
+        ranks.run("telemetry_of_a_loop", code=code + "telemetry.after_step()\n" * 2, folder=str(tmp_path))
+
+
 @pytest.mark.needs_training
 def test_a_resumed_run_continues_the_file(ranks, tmp_path):
     """Killed after the checkpoint at step 5, with further steps told and a line unfinished: the resumed run,

@@ -51,7 +51,15 @@ def test_a_misspelt_key_in_the_file_is_an_error(parse):
     assert "scalevec_stratgy" in found["error"] and "scalevec_strategy" in found["error"]
 
 
-@pytest.mark.parametrize(("value", "found"), [("3", 3), ("often", None), ("0", None)])
+@pytest.mark.parametrize("key", ["scalevec_log", "scalevec_audit"])
+def test_a_file_in_the_file_is_a_name(parse, key):
+    error = parse(f"{key}: 5\n")["error"]
+    assert f"{key} in " in error and "is 5, not the name of a file" in error
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [("3", 3), ("often", None), ("0", None), ("2.5", None), ("true", None)]
+)
 def test_a_number_of_steps_in_the_file(parse, value, found):
     result = parse(f"scalevec_debug_replicas: {value}\n")
     if found is None:

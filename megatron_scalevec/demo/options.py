@@ -99,13 +99,16 @@ class SentenceParser(argparse.ArgumentParser):
 
     It refuses an option that is given twice as well, of which argparse would take the last without a word.
     Options that may have several entries say so: ``action="extend"``.
+
+    Attributes:
+        given: Where the values of the options that were given are stored, flags without a value left out.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         self.given: set[str] = set()
         super().__init__(*args, **more)
-        for name in (None, "store"):
-            self.register("action", name, _Once)
+        for name, action in ((None, _Once), ("store", _Once), ("extend", _Extend)):
+            self.register("action", name, action)
 
     def parse_known_args(self, args=None, namespace=None):
         self.given.clear()
@@ -125,6 +128,14 @@ class _Once(argparse.Action):
                 parser.error(f"{self.option_strings[-1]} is given twice, {before} and {values}; give it once")
             parser.given.add(self.dest)
         setattr(namespace, self.dest, values)
+
+
+class _Extend(argparse.Action):
+    """Store values behind those that are there."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.given.add(self.dest)
+        setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or ()), *values])
 
 
 def add_text(parser: argparse.ArgumentParser) -> None:

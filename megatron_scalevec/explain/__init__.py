@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_scalevec.cost import H100_BYTES_PER_SECOND
+from megatron_scalevec.demo.options import SentenceParser
 from megatron_scalevec.errors import USAGE_EXIT_CODE, ScaleVecError
 from megatron_scalevec.explain.launch_line import Launch, launch_in_command, launch_in_script
 
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
     from megatron_scalevec.explain.contents import Explanation
 
 __all__ = ["explain", "main"]
+
+# Every rank's place in every group is looked at; a mistyped number would fill the memory.
+_MOST_RANKS = 2**20
+# From the slowest memory to far beyond the fastest, so that times are numbers.
+_BANDWIDTHS = (0.001, 1e9)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -92,7 +99,11 @@ def _look(launch: Launch, rank: int, world_size: int | None, every_rank: bool, b
 
     with quietly():
         run = read_arguments(
-            list(launch.arguments), rank, world_size or launch.world_size, with_script=bool(launch.script)
+            list(launch.arguments),
+            rank,
+            launch.world_size if world_size is None else world_size,
+            launched=world_size is None,
+            with_script=bool(launch.script),
         )
         run.notes[:0] = launch.notes
         # Imports Megatron's layers, for which CPU mode must be on.
@@ -155,12 +166,15 @@ def _sides(words: list[str]) -> tuple[list[str], list[str] | None]:
         raise ScaleVecError(
             "scalevec explain: --diff takes two strategies, or two sets of arguments, each in quotes."
         )
-    return words[:place] + words[place + 3 :], sides
+    left = words[:place] + words[place + 3 :]
+    if "--diff" in left:
+        raise ScaleVecError("scalevec explain: --diff is given twice; give it once, with two sides.")
+    return left, sides
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(SentenceParser):
     def error(self, message: str):
-        raise ScaleVecError(f"scalevec explain: {message}; Megatron's arguments stand behind --.") from None
+        super().error(f"{message}; Megatron's arguments stand behind --")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -175,10 +189,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("script", nargs="?", metavar="LAUNCH_SCRIPT", help="a bash or Slurm script")
     parser.add_argument("words", nargs="*", metavar="ARGUMENT", help="of the script: $1 and so on")
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="whose part is shown; default 0")
+    parser.add_argument(
+        "--rank", type=_rank, default=0, metavar="R", help="whose part is shown; default %(default)s"
+    )
     parser.add_argument(
         "--world-size",
-        type=int,
+        type=_number_of_ranks,
         metavar="N",
         help="number of ranks; default: as launched, else the fewest that the parallel sizes allow",
     )
@@ -195,7 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--memory-bandwidth",
-        type=_positive,
+        type=_bandwidth,
         default=H100_BYTES_PER_SECOND / 1e9,
         metavar="GB/S",
         help="of a GPU, for the time that folds take; default: an H100 SXM's, %(default).0f",
@@ -209,8 +225,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+def _rank(text: str) -> int:
+    return _number(text, int, 0, _MOST_RANKS - 1, f"a rank, a whole number from 0 to {_MOST_RANKS - 1}")
+
+
+def _number_of_ranks(text: str) -> int:
+    return _number(text, int, 1, _MOST_RANKS, f"a number of ranks, a whole number from 1 to {_MOST_RANKS}")
+
+
+def _bandwidth(text: str) -> float:
+    return _number(text, float, *_BANDWIDTHS, "a bandwidth in GB/s, {:g} to {:g}".format(*_BANDWIDTHS))
+
+
+def _number(text: str, kind: type, least: float, most: float, what: str) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return value

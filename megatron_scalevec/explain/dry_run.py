@@ -212,7 +212,12 @@ def quietly() -> Iterator[None]:
 
 
 def read_arguments(
-    words: Sequence[str], rank: int, world_size: int | None, *, with_script: bool = False
+    words: Sequence[str],
+    rank: int,
+    world_size: int | None,
+    *,
+    launched: bool = False,
+    with_script: bool = False,
 ) -> DryRun:
     """Parse and validate a command line as a real run does.
 
@@ -220,6 +225,7 @@ def read_arguments(
         words: Megatron's arguments.
         rank: The rank to be.
         world_size: Number of ranks, None for the fewest possible.
+        launched: The number of ranks is the launcher's, not ``--world-size``.
         with_script: Arguments that Megatron does not know may be the script's own.
 
     Raises:
@@ -251,7 +257,7 @@ def read_arguments(
     if getattr(args, "use_checkpoint_args", False):
         checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         checkpointing.load_args_from_checkpoint(args)
-    args.world_size = _world_size(args, world_size)
+    args.world_size = _world_size(args, world_size, launched)
     if not 0 <= rank < args.world_size:
         raise ScaleVecError(
             f"--rank {rank} is not one of the {args.world_size} ranks, 0 to {args.world_size - 1}."
@@ -286,7 +292,7 @@ def _unknown_to_megatron(words: list[str]) -> list[str]:
     return [word for word in left if word.startswith("--")] or left
 
 
-def _world_size(args: Any, asked: int | None) -> int:
+def _world_size(args: Any, asked: int | None, launched: bool) -> int:
     """The number of ranks: a multiple of what dense layers take, and of what experts take."""
     sizes = getattr(args, "model_parallel", args)  # a section of its own in YAML
 
@@ -297,12 +303,17 @@ def _world_size(args: Any, asked: int | None) -> int:
     dense = tp * pp * size("context_parallel_size")
     expert_tp = int(getattr(sizes, "expert_tensor_parallel_size", None) or tp)
     fewest = math.lcm(dense, expert_tp * pp * size("expert_model_parallel_size"))
-    if asked is not None and (asked < 1 or asked % fewest):
+    if asked is None:
+        return fewest
+    given = f"the launcher's number of ranks, {asked}," if launched else f"--world-size {asked}"
+    way_out = "give --world-size, or correct one of them" if launched else f"drop it for {fewest}"
+    if asked < 1:
+        raise ScaleVecError(f"{given} is no number of ranks, 1 or more; {way_out}.")
+    if asked % fewest:
         raise ScaleVecError(
-            f"--world-size {asked} is not a multiple of {fewest}, which the parallel sizes ask for; drop it "
-            f"for {fewest}."
+            f"{given} is not a multiple of {fewest}, which the parallel sizes ask for; {way_out}."
         )
-    return asked or fewest
+    return asked
 
 
 def _set_vocabulary(run: DryRun) -> None:

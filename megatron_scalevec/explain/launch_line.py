@@ -221,10 +221,12 @@ def _ranks(before: Sequence[str], slurm: Mapping[str, str]) -> int | None:
         if each is None:  # "gpu", or left to the machine
             each = number(slurm.get("gpus-per-node") or slurm.get("gres"))
         nodes = number(_option(options, "--nnodes", "-nnodes") or "1")
-        return each * nodes if each and nodes else None
+        return each * nodes if each is not None and nodes is not None else None
     if any(os.path.basename(word) == "srun" for word in before):
         total = number(_option(before, "--ntasks", "-n") or slurm.get("ntasks"))
         nodes = number(_option(before, "--nodes", "-N") or slurm.get("nodes"))
         each = number(_option(before, "--ntasks-per-node") or slurm.get("ntasks-per-node"))
-        return total or (nodes * each if nodes and each else None)
+        if total is None and nodes is not None and each is not None:
+            return nodes * each
+        return total
     return number(slurm.get("world-size"))

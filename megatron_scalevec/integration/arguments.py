@@ -78,7 +78,7 @@ def _checked(field: str, **context: str):
 
 def _number_of_steps(value: str) -> int:
     try:
-        steps = int(value)
+        steps = int(str(value))  # YAML knows 2.5 and true, which int() would take
     except ValueError:
         steps = 0
     if steps < 1:
@@ -278,4 +278,7 @@ def merge_yaml(args: Any, command_line: argparse.Namespace, path: str) -> None:
                 setattr(args, key, _number_of_steps(written))
             except argparse.ArgumentTypeError as error:
                 raise ScaleVecError(f"{key} in {path}: {error}.") from None
+    for key in ("scalevec_audit", "scalevec_log"):
+        if not isinstance(written := getattr(args, key), (str, type(None))):
+            raise ScaleVecError(f"{key} in {path} is {written!r}, not the name of a file; put it in quotes.")
     ScaleVecConfig.from_namespace(args)

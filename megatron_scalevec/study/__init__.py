@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_scalevec.demo.process import quiet, require_matplotlib, required_versions
 from megatron_scalevec.demo.text import Corpus, read_corpus, write_dataset
+from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.lifetime import Stopped, stopped_by_signals
 from megatron_scalevec.study import options as _options
 from megatron_scalevec.study.options import Options
@@ -34,9 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         with stopped_by_signals():
             if options.report_only:
                 require_matplotlib("the report of a study")
+                store.require_given(options)
                 return _report(options, store, console)
             corpus = read_corpus(options.text, limit=options.text_bytes, seq_length=options.seq_length)
             return _study(options, store, corpus, required_versions("a study"), console)
+    except OSError as error:
+        raise ScaleVecError(
+            f"--out {options.out}: the study stopped, as something cannot be read or written ({error}); what "
+            "was done is kept, and the same command goes on with it once that is put right."
+        ) from error
     except Stopped as stopped:
         print(
             "\nStopped; what was done is kept, and the same command goes on with it.",

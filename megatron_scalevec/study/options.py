@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class Options:
     jobs: int | None
     out: Path
     report_only: bool = False
+    given: frozenset[str] = field(default=frozenset(), compare=False)
+    """Those of them that the command line names."""
 
     def run_options(self, rate: float, steps: int) -> demo.Options:
         """The demo's options for one run of the study."""
@@ -210,7 +212,8 @@ def parse(argv: Sequence[str]) -> Options:
     Raises:
         ScaleVecError: Something cannot be done as asked.
     """
-    args = parser().parse_args(list(argv))
+    reader = parser()
+    args = reader.parse_args(list(argv))
     demo.check_size(args, "tuning_steps", "tuning_seed", "save_interval", "jobs")
     if not 0 <= args.widen <= _MOST_WIDENING:
         raise ScaleVecError(f"--widen {args.widen} must be from 0 to {_MOST_WIDENING}.")
@@ -238,8 +241,8 @@ def parse(argv: Sequence[str]) -> Options:
             raise ScaleVecError(f"--optimizers {name!r}: choose among {', '.join(OPTIMIZERS)}.")
     if not optimizers:
         raise ScaleVecError(f"--optimizers is empty: name some of {', '.join(OPTIMIZERS)}.")
-    given = {field.name for field in dataclasses.fields(Options)} & set(vars(args))
-    values = {name: getattr(args, name) for name in given}
+    names = {field.name for field in dataclasses.fields(Options)} & set(vars(args))
+    values = {name: getattr(args, name) for name in names}
     values |= {
         "arms": tuple(arms),
         "optimizers": tuple(optimizers),
@@ -247,6 +250,7 @@ def parse(argv: Sequence[str]) -> Options:
         "seeds": seeds,
         "rates": _rates(args.rates, optimizers),
         "text": None if args.text is None else tuple(args.text),
+        "given": frozenset(reader.given),
     }
     return Options(**values)
 

@@ -60,14 +60,29 @@ class Store:
             self.results()
             return
         try:
-            # A study that was killed before it could say what it is has left its lock.
-            free = not self.folder.exists() or {path.name for path in self.folder.iterdir()} <= {_LOCK}
+            names = [path.name for path in self.folder.iterdir()] if self.folder.exists() else []
         except OSError as error:
             raise ScaleVecError(f"--out {self.folder} cannot be read: {error.strerror or error}.") from None
-        if not free:
+        # A study that was killed before it could say what it is has left its lock, and perhaps a draft.
+        if not all(name == _LOCK or DESCRIPTION in name for name in names):
             raise ScaleVecError(
                 f"--out {self.folder} is not empty and holds no study, so it is left alone; name another "
                 "folder."
+            )
+
+    def require_given(self, options: Options) -> None:
+        """Check, for a report, that what the command line says of the study is what it is.
+
+        Raises:
+            ScaleVecError: It says something else, or there is no study.
+        """
+        known, asked = self.known().options.record(), options.record()
+        wrong = sorted(name for name in known.keys() & options.given if known[name] != asked[name])
+        if wrong:
+            flags = ", ".join("--" + name.replace("_", "-") for name in wrong)
+            raise ScaleVecError(
+                f"--report-only reports the study in {self.folder} as it is, and its {flags} differ from "
+                "what is given: leave them out."
             )
 
     def begin(

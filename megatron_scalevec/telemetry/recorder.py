@@ -48,6 +48,7 @@ class Telemetry:
         self._rows = _Rows([vector.key for vector in vectors], [vector.expert for vector in vectors])
         self._pairs = _pairs_of(self._packed.batches if vectors else [])
         self._pair_rows = _Rows([key for *_, key in self._pairs], [v.expert for _, _, _, v, _ in self._pairs])
+        self._before = False
         self._stages = self._of_all_stages((self._rows.keys, self._pair_rows.keys))
         if self._stages is not None and not any(rows for rows, _ in self._stages):
             raise ScaleVecError(
@@ -58,6 +59,7 @@ class Telemetry:
     @torch.no_grad()
     def before_step(self) -> None:
         """Right before the optimizer's step, or before the forward pass in front of it. Not collective."""
+        self._before = True
         if self._packed is not None:
             self._packed.remember()
 
@@ -72,7 +74,16 @@ class Telemetry:
             On the last rank ``vectors``: one entry for each layer, site, branch and side, with the figures of
             :data:`~megatron_scalevec.telemetry.statistics.STATISTICS`; and ``branches``: the cosine between
             the input scales of two branches of one linear. None on all others.
+
+        Raises:
+            ScaleVecError: :meth:`before_step` was not called since the last time.
         """
+        if not self._before:
+            raise ScaleVecError(
+                "telemetry compares a step's vectors with those before it: call before_step() on every rank, "
+                "then take the step, then call after_step()."
+            )
+        self._before = False
         tensors = [torch.zeros(0, dtype=torch.float64, device=self._device)]
         if self._packed is not None:
             self._packed.load()
