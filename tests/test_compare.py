@@ -232,8 +232,7 @@ def write_log(path, strategy, seed, losses, milliseconds=100.0, memory=None):
         for name, value in (("scalevec_strategy", strategy), ("seed", seed), ("seq_length", 16))
     ]
     for step, loss in enumerate(losses, 1):
-        line = ITERATION.format(step=step, ms=milliseconds, loss=loss)
-        lines.append(re.sub(r"samples:\s+4", f"samples: {4 * step}", line))
+        lines.append(ITERATION.format(step=step, ms=milliseconds, loss=loss))
         if memory and step == 2:
             lines.append(
                 f"[Rank 0] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: {memory} |"
@@ -247,7 +246,7 @@ def test_logs_are_read(tmp_path):
     run = read_run(tmp_path / "log")
     assert (run.label, run.seed, run.final_validation) == ("hg", 7, pytest.approx(2.1))
     # The log's 3.0 is the mean of the first two steps, see LogReader.
-    assert run.losses.tolist() == [4.0, 2.0, 2.0] and run.tokens.tolist() == [64, 128, 192]
+    assert run.losses.tolist() == [4.0, 2.0, 2.0] and run.tokens.tolist() == [16000, 32000, 48000]
     assert run.seconds.tolist() == pytest.approx([0.1, 0.2, 0.3]) and run.step_time_ms == 100.0
     assert run.memory_bytes == 512 * 2**20
     assert read_run(tmp_path / "log", "mine").label == "mine"
@@ -266,7 +265,7 @@ def test_a_log_that_leaves_steps_out(tmp_path):
     assert run.label == "plain" and run.tokens is None and run.steps.tolist() == [1, 2, 10]
     # Steps 3 to 10 at the time that step 10 gives.
     assert run.seconds.tolist() == pytest.approx([0.1111, 0.1907, 0.1907 + 8 * 0.0538])
-    assert read_run(tmp_path / "plain.log", seq_length=8).tokens.tolist() == [32, 32, 32]
+    assert read_run(tmp_path / "plain.log", seq_length=8).tokens.tolist() == [8000, 16000, 80000]
 
 
 def test_json_lines_are_read(tmp_path):
