@@ -82,7 +82,7 @@ class Store:
         except (OSError, ValueError) as error:
             raise ScaleVecError(f"{self.description} cannot be read: {error}.") from None
         if not isinstance(known, dict) or known.get("kind") != KIND:
-            raise ScaleVecError(f"{self.description} is no description of a study; name another --out.")
+            raise ScaleVecError(f"{self.description} is no description of a study; name another folder.")
         return known
 
     def _require_same(
