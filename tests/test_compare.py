@@ -3,13 +3,15 @@
 import base64
 import importlib.util
 import json
+import math
+import os
 import re
 import shlex
 from pathlib import Path
 
 import numpy
 import pytest
-from test_demo import ITERATION, LOG, VALIDATION
+from test_demo import ITERATION, LOG, VALIDATION, _report
 
 from megatron_scalevec.cli import main
 from megatron_scalevec.compare import (
@@ -232,8 +234,7 @@ def write_log(path, strategy, seed, losses, milliseconds=100.0, memory=None):
         for name, value in (("scalevec_strategy", strategy), ("seed", seed), ("seq_length", 16))
     ]
     for step, loss in enumerate(losses, 1):
-        line = ITERATION.format(step=step, ms=milliseconds, loss=loss)
-        lines.append(re.sub(r"samples:\s+4", f"samples: {4 * step}", line))
+        lines.append(ITERATION.format(step=step, ms=milliseconds, loss=loss))
         if memory and step == 2:
             lines.append(
                 f"[Rank 0] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: {memory} |"
@@ -247,7 +248,7 @@ def test_logs_are_read(tmp_path):
     run = read_run(tmp_path / "log")
     assert (run.label, run.seed, run.final_validation) == ("hg", 7, pytest.approx(2.1))
     # The log's 3.0 is the mean of the first two steps, see LogReader.
-    assert run.losses.tolist() == [4.0, 2.0, 2.0] and run.tokens.tolist() == [64, 128, 192]
+    assert run.losses.tolist() == [4.0, 2.0, 2.0] and run.tokens.tolist() == [16000, 32000, 48000]
     assert run.seconds.tolist() == pytest.approx([0.1, 0.2, 0.3]) and run.step_time_ms == 100.0
     assert run.memory_bytes == 512 * 2**20
     assert read_run(tmp_path / "log", "mine").label == "mine"
@@ -266,7 +267,7 @@ def test_a_log_that_leaves_steps_out(tmp_path):
     assert run.label == "plain" and run.tokens is None and run.steps.tolist() == [1, 2, 10]
     # Steps 3 to 10 at the time that step 10 gives.
     assert run.seconds.tolist() == pytest.approx([0.1111, 0.1907, 0.1907 + 8 * 0.0538])
-    assert read_run(tmp_path / "plain.log", seq_length=8).tokens.tolist() == [32, 32, 32]
+    assert read_run(tmp_path / "plain.log", seq_length=8).tokens.tolist() == [8000, 16000, 80000]
 
 
 def test_json_lines_are_read(tmp_path):
@@ -283,6 +284,127 @@ def test_json_lines_are_read(tmp_path):
     path.write_text('{"step": 1, "loss": 2.0}\nspam\n')
     with pytest.raises(ScaleVecError, match="run.jsonl:2 is no JSON object"):
         read_run(path)
+
+
+def test_counts_that_only_some_steps_have_go_on(tmp_path):
+    """Between them, before the first from nothing, and beyond the last as they did last."""
+    lines = [{"step": step, "loss": 9.0 - step / 10} for step in range(11)]
+    for step, tokens, ms in ((2, 200, 10), (4, 400, 20), (6, 800, 10)):
+        lines[step] |= {"tokens": tokens, "step_time_ms": ms}
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    run = read_run(path)
+    assert run.tokens.tolist() == [0, 100, 200, 300, 400, 600, 800, 1000, 1200, 1400, 1600]
+    milliseconds = [0, 10, 20, 40, 60, 70, 80, 90, 100, 110, 120]
+    assert (run.seconds * 1e3).tolist() == pytest.approx(milliseconds) and run.step_time_ms == 10
+    assert run.remarks == (
+        f"{path} counts its tokens up to step 6 of 10 only; beyond, they are taken to grow as they did last.",
+    )
+    assert token_ratio(run, run) == 1
+    path.write_text("\n".join(json.dumps({k: v for k, v in line.items() if k != "tokens"}) for line in lines))
+    assert read_run(path).tokens is None and read_run(path).remarks == ()
+    for tokens in (0, 5):
+        path.write_text(f'{{"step": 0, "tokens": {tokens}, "loss": 2}}\n{{"step": 1, "loss": 1}}\n')
+        assert read_run(path).tokens is None, "nothing says how fast they grow"
+
+
+def test_half_the_tokens_do_not_halve_the_token_ratio(tmp_path):
+    for name, known in (("stock", 200), ("hg", 100)):
+        lines = [
+            {"step": step, "loss": curve(1000.0 * step), **({"tokens": 1000 * step} if step <= known else {})}
+            for step in range(1, 201)
+        ]
+        (tmp_path / name).write_text("\n".join(map(json.dumps, lines)))
+    comparison = compare([read_run(tmp_path / "stock"), read_run(tmp_path / "hg")])
+    assert comparison.rows[1].token_ratio.mean == pytest.approx(1)
+    assert "up to step 100 of 200 only" in comparison.notes[0]
+    assert not any("end at different points" in note for note in comparison.notes)
+
+
+@pytest.mark.parametrize(
+    "first, second, message",
+    [
+        ({"tokens": 4096}, {"tokens": 4096}, "counts 4,096 tokens at step 1 and 4,096 at step 2"),
+        ({"tokens": 4096}, {"tokens": 100}, "must be counted from the start of the run, and rise"),
+        ({"tokens": math.nan}, {}, "the tokens nan at step 1; it must be a finite number"),
+        ({"tokens": -1}, {}, "the tokens -1 at step 1"),
+        ({"step_time_ms": math.inf}, {}, "the step time inf at step 1"),
+        ({"memory_bytes": math.nan}, {}, "the memory nan at step 1"),
+    ],
+)
+def test_counts_that_cannot_be_are_refused(tmp_path, first, second, message):
+    lines = [{"step": step, "loss": 2.0, **more} for step, more in ((1, first), (2, second))]
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(ScaleVecError, match=re.escape(message)):
+        read_run(tmp_path / "run.jsonl")
+
+
+def test_what_a_run_says_of_its_sequences_counts(tmp_path):
+    write_log(tmp_path / "log", "hg", 7, [4.0, 3.0])
+    assert read_run(tmp_path / "log", seq_length=99).tokens.tolist() == [16000, 32000]
+
+
+def test_a_file_is_told_by_what_it_holds(tmp_path):
+    lines = b'{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
+    report = json.dumps(_report("stock,hg", "1")).encode()
+    for name in ("run.json", "run.jsonl", "run"):
+        for start in (b"", b"\xef\xbb\xbf", b"\xef\xbb\xbf \n"):
+            (tmp_path / name).write_bytes(start + lines)
+            assert read_run(tmp_path / name).losses.tolist() == [2.0, 1.5]
+            (tmp_path / name).write_bytes(start + lines.splitlines()[0])
+            assert read_run(tmp_path / name).losses.tolist() == [2.0]
+            (tmp_path / name).write_bytes(start + report)
+            assert [run.label for run in read_runs(tmp_path / name)] == ["stock", "hg"]
+    write_log(tmp_path / "log", "hg", 7, [4.0, 3.0])
+    (tmp_path / "log").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "log").read_bytes().rstrip(b"\n"))
+    run = read_run(tmp_path / "log")
+    assert (run.label, run.seed) == ("hg", 7) and run.final_validation is not None, "the last line has no end"
+
+
+NO_RUNS = [
+    (
+        "a.json",
+        b'{\n "kind": "scalevec study report"\n}',
+        "of kind 'scalevec study report'; name one, or JSON",
+    ),
+    ("a.json", b'[{"step": 1, "loss": 2.0}]', "and holds no JSON lines"),
+    ("a.json", b"", "and holds no JSON lines"),
+    ("a.json", b'{\n "step": 1,\n "loss', "a.json:1 is no JSON object in UTF-8; each line must be one"),
+    ("a.json", b'{"kind": "scalevec demo"}', "a report of scalevec demo, is not as it was written (KeyError"),
+    ("a.json", b'{"kind": "scalevec demo", "runs": [{"training": 3}]}', "is not as it was written"),
+    ("a.json", b'{"kind": "scalevec demo", "runs": []}', "is a report of scalevec demo on no run"),
+    ("study.json", b'{"kind": "scalevec study"}', "a folder of scalevec study, is not as it was written"),
+    ("a.log", b"\x1f\x8b\x08\x00", "is compressed; unpack it first"),
+    ("a.log", "iteration 1/ 2 | lm loss: 1 |".encode("utf-16"), "is UTF-16; save it as UTF-8"),
+    ("a.jsonl", b'{"step": 1, "a": ' + b"[" * 100_000 + b"\n{}\n", "a.jsonl:1 is no JSON object"),
+    ("a.jsonl", b'{"step": 1.5, "loss": 2}\n{}', "a.jsonl:1 has the step 1.5; a step is a whole number"),
+    ("a.jsonl", b'{"step": 1, "loss": "2"}\n{}', "a.jsonl holds no training loss"),
+    ("a" * 300, None, "cannot be read: File name too long"),
+    ("pipe", None, "no file that can be read twice"),
+]
+
+
+@pytest.mark.parametrize("name, content, message", NO_RUNS, ids=[f"{n[:8]} {m[:30]}" for n, _, m in NO_RUNS])
+def test_what_is_no_run_is_told_so(tmp_path, name, content, message):
+    if name == "pipe":
+        os.mkfifo(tmp_path / name)
+    elif content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ScaleVecError, match=re.escape(message)):
+        read_runs(tmp_path if name == "study.json" else tmp_path / name)
+
+
+def test_a_loss_that_telemetry_has_no_number_for_has_diverged(tmp_path):
+    lines = [
+        {"step": 10 * n, "loss": loss, "skipped": skipped}
+        for n, loss, skipped in (
+            (1, 3.0, False),
+            (2, None, True),
+            (3, None, False),
+        )
+    ]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert read_run(tmp_path / "t.jsonl").diverged_at == 30
 
 
 @pytest.mark.parametrize(
@@ -306,6 +428,8 @@ def test_json_lines_that_cannot_be_are_refused(tmp_path, line, message):
 def test_a_loss_beyond_what_a_float_can_be_is_none(tmp_path):
     path = tmp_path / "run.jsonl"
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1' + "0" * 400 + "}\n")
+    assert read_run(path).diverged_at == 2
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1e308}\n')
     assert read_run(path).diverged_at == 2
 
 
@@ -341,8 +465,6 @@ def test_tensorboard_is_read(tmp_path):
 
 
 def test_demos_are_read(tmp_path):
-    from test_demo import _report
-
     (tmp_path / "report.json").write_text(json.dumps(_report("stock,hg", "2")))
     runs = read_runs(tmp_path)
     assert [(run.label, run.seed) for run in runs] == [

@@ -26,7 +26,7 @@ from megatron_scalevec.lifetime import Stopped, stopped_by_signals
 
 ITERATION = (
     " [2026-11-29 20:01:11.239271] iteration        {step}/      10 |"
-    " consumed samples:            4 |"
+    " consumed samples:         {step}000 |"
     " elapsed time per iteration (ms): {ms} | learning rate: 5.000000E-04 |"
     " global batch size:     4 | lm loss: {loss} | loss scale: 1.0 | grad norm: 0.965 |"
     " number of skipped iterations:   0 | number of nan iterations:   0 |"
@@ -160,9 +160,106 @@ def test_log_is_read_while_it_grows(tmp_path):
     assert whole.final_validation == 4.815117
 
 
+ARGUMENTS = ["  seq_length ........ 16", "  seed ........ 7", "  scalevec_strategy ........ hg"]
+# What stands before the lines of two ranks: srun --label, torchrun --tee and its tracebacks, mpirun, a time.
+RANKS = [
+    ("0: ", "1: "),
+    (" 3: ", "12: "),
+    ("[default0]:", "[default1]:"),
+    ("[rank0]: ", "[rank1]: "),
+    ("[trainer0]:", "[trainer1]:"),
+    ("[1,0]<stdout>: ", "[1,1]<stdout>: "),
+    ("2026-11-29T20:01:11.239Z ", "2026-11-29T20:01:11.240Z "),
+]
+
+
+@pytest.mark.parametrize("marks", RANKS, ids=[mark for mark, _ in RANKS])
+def test_lines_may_begin_with_their_rank(tmp_path, marks):
+    """The first rank prints the arguments, the last one the losses, and both their memory, in any order."""
+    lines = [*ARGUMENTS, *LOG.splitlines()]
+    first = [line for line in lines if "iteration" not in line]
+    first.append(
+        "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: 3.5 | reserved: 9 |"
+    )
+    last = [line for line in lines if "iteration" in line and line not in first]
+    last.insert(
+        2, "[Rank 1] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: 4.5 | reserved: 9 |"
+    )
+    mixed = [marks[0] + line for line in first[:5]]
+    for index, line in enumerate(last):
+        mixed += [marks[1] + line, *(marks[0] + one for one in first[5 + index : 6 + index])]
+    readers = []
+    for name, written in (
+        ("plain", lines),
+        ("marked", [marks[0] + line for line in lines]),
+        ("mixed", mixed),
+    ):
+        (tmp_path / name).write_text("\n".join(written) + "\n")
+        readers.append(LogReader(tmp_path / name))
+        readers[-1].poll()
+    plain, marked, both = readers
+    for found in (marked, both):
+        assert found.arguments == {"seq_length": "16", "seed": "7", "scalevec_strategy": "hg"}
+        for name in ("training", "step_times", "samples", "validation", "final_validation", "parameters"):
+            assert getattr(found, name) == getattr(plain, name) is not None, name
+    assert both.memory_megabytes == 4.5
+
+
+def test_arguments_with_longer_names_are_others(tmp_path):
+    (tmp_path / "log").write_text(
+        "  seed ........ 1\n0:   data_seed ........ 2\n0:   decoder-seed ........ 3\n"
+    )
+    reader = LogReader(tmp_path / "log")
+    reader.poll()
+    assert reader.arguments == {"seed": "1"}
+
+
+def read_lines(path, *lines):
+    path.write_text("\n".join(lines) + "\n")
+    reader = LogReader(path)
+    reader.poll()
+    return reader
+
+
+def iteration(step, loss, skipped=0):
+    """A line as Megatron writes it; None for a loss that it leaves out because it is NaN."""
+    line = ITERATION.format(step=step, ms=1, loss=loss).replace(
+        "skipped iterations:   0", f"skipped iterations: {skipped}"
+    )
+    return line if loss is not None else line.replace(" lm loss: None |", "")
+
+
+def test_a_loss_that_megatron_leaves_out_is_no_number(tmp_path):
+    found = read_lines(tmp_path / "log", iteration(1, 2.0), iteration(2, None), iteration(3, None)).training
+    assert found[1] == 2.0 and math.isnan(found[2]) and math.isnan(found[3])
+
+
+def test_steps_that_were_skipped_have_no_loss(tmp_path):
+    """fp16 starts with a few: Megatron prints no loss, or 0, and its first sum holds none of them."""
+    start = ARGUMENTS[1]
+    lines = [iteration(1, None, 1), iteration(2, None, 2), iteration(3, 4.0), iteration(4, 3.0)]
+    assert read_lines(tmp_path / "log", start, *lines).training == {3: 4.0, 4: 3.0}
+    lines = [iteration(1, 5.0), iteration(2, 5.0, 1), iteration(3, 0.0, 1), iteration(4, 3.0)]
+    assert read_lines(tmp_path / "log", start, *lines).training == {1: 5.0, 4: 3.0}
+
+
+def test_steps_after_the_checkpoint_that_a_run_went_on_from_are_taken_again(tmp_path):
+    first, again = (
+        [iteration(step, loss) for step in steps] for steps, loss in (((1, 2, 3, 4), 4.0), ((3,), 3.0))
+    )
+    found = read_lines(tmp_path / "log", ARGUMENTS[1], *first, ARGUMENTS[1], *again)
+    assert found.training == {1: 4.0, 2: 4.0, 3: 3.0} and sorted(found.samples) == sorted(
+        found.step_times
+    ) == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     "line",
     [
+        "iteration 3/ 10 | elapsed time per iteration (ms): nan | consumed samples: inf |",
+        "iteration 9" + "9" * 5000 + "/ 10 | lm loss: 1.0 |",
+        "validation loss at iteration 5 | lm loss value: 1.2",
+        " > number of parameters on (tensor, pipeline) model parallel rank (0, 0): " + "9" * 5000,
         "iteration 3/ 10 | elapsed time per iteration (ms): 1.2.3 | lm loss: spam |",
         "iteration x/ 10 | lm loss: 1.0 |",
         "validation loss at iteration 5 | lm loss value: | lm loss PPL: 1 |",
@@ -174,7 +271,7 @@ def test_garbled_lines_are_no_values(tmp_path, line):
     path.write_text(line + "\n")
     reader = LogReader(path)
     reader.poll()
-    assert not reader.training and not reader.step_times and not reader.validation
+    assert not reader.training and not reader.step_times and not reader.validation and not reader.samples
 
 
 def test_excerpt_is_the_cause(tmp_path):
@@ -187,6 +284,16 @@ def test_excerpt_is_the_cause(tmp_path):
     assert failure_excerpt(path)[-1] == "RuntimeError: the cause"
     path.write_text("noise\nscalevec: error: no such thing.\nmore noise\n")
     assert failure_excerpt(path) == ["scalevec: error: no such thing."]
+    mixed = [
+        "[rank1]: Traceback (most recent call last):",
+        "[rank0]: still here",
+        "[rank1]:   File x",
+        "[rank0]: Traceback (most recent call last):",
+        "[rank1]: RuntimeError: the cause",
+        "[rank0]: RuntimeError: broken pipe",
+    ]
+    path.write_text("\n".join(mixed))
+    assert failure_excerpt(path) == mixed[::2]
     diverged = "ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 0"
     path.write_text(f"{diverged}\nTraceback (most recent call last):\nTypeError: in saving\n")
     assert failure_excerpt(path) == [diverged]

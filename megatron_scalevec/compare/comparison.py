@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy
 
-from megatron_scalevec.compare.reading import Run
+from megatron_scalevec.compare.run import Run, usable
 from megatron_scalevec.compare.statistics import (
     LEVEL,
     Interval,
@@ -123,14 +123,16 @@ def compare(
 
 def _require_finite(run: Run) -> None:
     at = run.diverged_at
-    if at is None and not numpy.isfinite(run.losses).all():
-        at = int(run.steps[~numpy.isfinite(run.losses)][0])
-    if at is None and run.final_validation is not None and not math.isfinite(run.final_validation):
+    if at is None:
+        at = next(
+            (step for step, loss in zip(run.steps.tolist(), run.losses.tolist()) if not usable(loss)), None
+        )
+    if at is None and run.final_validation is not None and not usable(run.final_validation):
         at = int(run.steps[-1])
     if at is not None:
         raise ScaleVecError(
-            f"{run.source} diverged at step {at}: its loss is no finite number there, so that nothing can be "
-            "computed from it; leave it out, and say beside the comparison that it diverged."
+            f"{run.source} diverged at step {at}: its loss is no number there that anything can be computed "
+            "from; leave it out, and say beside the comparison that it diverged."
         )
 
 
@@ -148,6 +150,11 @@ def _require_distinct(label: str, group: Sequence[Run]) -> None:
             raise ScaleVecError(
                 f"{first.source}, {second.source}: these runs, both called {label!r}, are the same run, and "
                 "would count as two seeds; name it once."
+            )
+        if first.steps[-1] < second.steps[0] or second.steps[-1] < first.steps[0]:
+            raise ScaleVecError(
+                f"{first.source}, {second.source}: these runs, both called {label!r}, share no step, "
+                "and parts of one run are no seeds: put them into one file, or give them labels, LABEL=PATH."
             )
 
 
@@ -203,7 +210,7 @@ def _ratio(mine: float | None, theirs: float | None) -> float | None:
 def _notes(groups: dict[str, list[Run]], rows: Sequence[Row], by: str, level: float) -> list[str]:
     runs = [run for group in groups.values() for run in group]
     silent = [run.source for run in runs if run.tokens is None]
-    notes = list(dict.fromkeys(run.remark for run in runs if run.remark))
+    notes = list(dict.fromkeys(remark for run in runs for remark in run.remarks))
     if silent:
         notes.append(
             f"{silent[0]}{' and others do' if len(silent) > 1 else ' does'} not say how many tokens were "

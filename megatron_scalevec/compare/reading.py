@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy
-
+from megatron_scalevec.compare.run import LAST_STEP, Run, make_run, require_sound, visible
 from megatron_scalevec.demo.folder import KIND as DEMO
 from megatron_scalevec.demo.folder import REPORT
 from megatron_scalevec.demo.logs import LogReader
-from megatron_scalevec.demo.report import median_step_time
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.study.store import DESCRIPTION, Store
 
-__all__ = ["Run", "demo_runs", "read_run", "read_runs", "study_run"]
+__all__ = ["demo_runs", "read_run", "read_runs", "study_run"]
 
 # The same value under the names that are in use.
 _STEP = ("step", "iteration", "_step")
@@ -29,42 +30,12 @@ _SAMPLES = ("consumed_samples", "consumed samples", "samples")
 _SECONDS = ("step_seconds", "iteration-time")
 _MILLISECONDS = ("step_time_ms", "elapsed_time_per_iteration_ms")
 _MEMORY = ("memory_bytes", "mem-max-allocated-bytes")
-# Steps stay whole numbers in a float.
-_LAST_STEP = 2**53
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """What is known of one run. Arrays have one entry for each step with a training loss, rising."""
-
-    label: str
-    """What it is an example of; runs that share it differ in their seed."""
-    source: str
-    steps: numpy.ndarray
-    """int64 [n]."""
-    losses: numpy.ndarray
-    """Training loss, float64 [n], in nats per token."""
-    tokens: numpy.ndarray | None = None
-    """Tokens consumed, float64 [n]; None if the run does not say."""
-    seconds: numpy.ndarray | None = None
-    """Time spent in steps so far, float64 [n]; None if the run does not say."""
-    validation: tuple[tuple[int, float], ...] = ()
-    """Steps, and the validation losses there, those that training paused for."""
-    final_validation: float | None = None
-    """Validation loss after training."""
-    step_time_ms: float | None = None
-    """Median time of a step without the first ones."""
-    memory_bytes: float | None = None
-    """Largest memory allocated on a GPU."""
-    seed: int | None = None
-    diverged_at: int | None = None
-    """The first step whose loss was no finite number; the losses hold the others."""
-    remark: str = ""
-    """What is to be said of the place that it was read from."""
-
-    def __post_init__(self) -> None:
-        if not len(self.steps) and self.diverged_at is None:
-            raise ScaleVecError(f"{self.source} holds no training loss; name a run that has taken steps.")
+# How files begin that hold a run's lines, but not as they are.
+_PACKED = {
+    b"\x1f\x8b": "is compressed; unpack it first",
+    b"\xff\xfe": "is UTF-16; save it as UTF-8",
+    b"\xfe\xff": "is UTF-16; save it as UTF-8",
+}
 
 
 def read_run(path: str | Path, label: str | None = None, seq_length: int | None = None) -> Run:
@@ -91,9 +62,9 @@ def read_runs(
         ScaleVecError: There is no run, or more than the one that was asked for.
     """
     path = Path(path)
-    if not path.exists():
-        raise ScaleVecError(f"{path} does not exist: name a log, a JSONL file or a folder of a run.")
     try:
+        if not path.exists():
+            raise ScaleVecError(f"{path} does not exist: name a log, a JSONL file or a folder of a run.")
         runs = _read(path, seq_length)
     except OSError as error:
         raise ScaleVecError(f"{path} cannot be read: {error.strerror or error}.") from None
@@ -107,7 +78,7 @@ def read_runs(
             f"{path} holds runs of {', '.join(sorted(labels))}, which cannot all be {label!r}; leave the "
             "label out."
         )
-    return [replace(run, label=label) for run in runs]
+    return [replace(run, label=visible(label)) for run in runs]
 
 
 def _read(path: Path, seq_length: int | None) -> list[Run]:
@@ -119,62 +90,46 @@ def _read(path: Path, seq_length: int | None) -> list[Run]:
         return [_tensorboard(path, seq_length)]
     if path.name.startswith("events.out.tfevents"):
         return [_tensorboard(path, seq_length)]
-    if path.suffix == ".json":
-        return demo_runs(_json(path), str(path))
+    if not path.is_file():
+        raise ScaleVecError(f"{path} is no file that can be read twice; write what it gives to a file first.")
     with open(path, "rb") as file:
-        first = file.read(4096).lstrip()
-    return [_json_lines(path, seq_length) if first.startswith(b"{") else _log(path, seq_length)]
+        first = file.read(4096)
+    for start, what in _PACKED.items():
+        if first.startswith(start):
+            raise ScaleVecError(f"{path} {what}.")
+    if not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+        if path.suffix == ".json":
+            raise ScaleVecError(f"{path} is no report of scalevec demo and holds no JSON lines.")
+        return [_log(path, seq_length)]
+    if (whole := _one_object(path)) is not None:
+        return demo_runs(whole, str(path))
+    return [_json_lines(path, seq_length)]
 
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise ScaleVecError(f"{path} is no JSON: {error}.") from None
 
 
-def _array(values: Mapping[int, float], steps: list[int]) -> numpy.ndarray | None:
-    """The values at the steps; between those that are there, and beyond, as a line."""
-    if not values or not steps:
+def _one_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object that a whole file is; None where there are several, or one with a run's step."""
+    with open(path, "rb") as file:
+        if _is_object(file.readline()) and any(line.strip() for line in file):
+            return None
+    try:
+        whole = _json(path)
+    except ScaleVecError:  # the reader of lines says which it is
         return None
-    known = sorted(values)
-    return numpy.interp(steps, known, [values[step] for step in known]).astype(float)
+    return None if _value(whole, _STEP) is not None else whole
 
 
-def _make(
-    source: str,
-    label: str,
-    losses: Mapping[int, float],
-    *,
-    tokens: Mapping[int, float] | None = None,
-    milliseconds: Mapping[int, float] | None = None,
-    failed_at: int | None = None,
-    **more: Any,
-) -> Run:
-    steps = sorted(step for step, loss in losses.items() if loss is not None and math.isfinite(loss))
-    unusable = [step for step in losses if losses[step] is None or not math.isfinite(losses[step])]
-    if failed_at is not None:
-        unusable.append(failed_at)
-    seconds = None
-    median = None
-    if milliseconds:
-        known = sorted(milliseconds)
-        # A value stands for the steps since the last one: logs may leave steps out.
-        spans = numpy.diff(known, prepend=min(0, known[0] - 1))
-        total = numpy.cumsum([milliseconds[step] for step in known] * spans) / 1e3
-        seconds = numpy.interp(steps, known, total)
-        median, _ = median_step_time(dict(milliseconds))
-    return Run(
-        label=label,
-        source=source,
-        steps=numpy.array(steps, dtype=numpy.int64),
-        losses=numpy.array([losses[step] for step in steps], dtype=float),
-        tokens=_array(tokens or {}, steps),
-        seconds=seconds,
-        step_time_ms=median,
-        diverged_at=min(unusable, default=None),
-        **more,
-    )
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line.decode("utf-8-sig")), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _tokens(samples: Mapping[int, float], seq_length: int | None) -> dict[int, float]:
@@ -183,17 +138,17 @@ def _tokens(samples: Mapping[int, float], seq_length: int | None) -> dict[int, f
 
 def _log(path: Path, seq_length: int | None) -> Run:
     log = LogReader(path)
-    log.poll()
+    log.poll(ended=True)
     said = log.arguments
     strategy = said.get("scalevec_strategy", "None")
-    return _make(
+    return make_run(
         str(path),
         path.stem if strategy == "None" else strategy,
         log.training,
-        tokens=_tokens(log.samples, seq_length or _whole(said, "seq_length")),
+        tokens=_tokens(log.samples, _whole(said, "seq_length") or seq_length),
         milliseconds=log.step_times,
         failed_at=log.failed_at,
-        validation=tuple(sorted(log.validation.items())),
+        validation=sorted(log.validation.items()),
         final_validation=log.final_validation,
         memory_bytes=None if log.memory_megabytes is None else log.memory_megabytes * 2**20,
         seed=_whole(said, "seed"),
@@ -203,7 +158,7 @@ def _log(path: Path, seq_length: int | None) -> Run:
 def _whole(said: Mapping[str, str], name: str) -> int | None:
     """A whole number among Megatron's arguments."""
     value = said.get(name, "")
-    return int(value) if value.isdigit() else None
+    return int(value) if re.fullmatch("[0-9]{1,18}", value) else None
 
 
 def _value(line: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
@@ -223,11 +178,13 @@ def _json_lines(path: Path, seq_length: int | None) -> Run:
     seed, label = None, path.stem
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
+            if number == 1:
+                raw = raw.removeprefix(codecs.BOM_UTF8)
             if not raw.strip():
                 continue
             try:
                 line = json.loads(raw.decode("utf-8"))
-            except ValueError:
+            except (ValueError, RecursionError):
                 if not raw.endswith(b"\n"):
                     continue  # the run is writing it
                 raise ScaleVecError(
@@ -235,16 +192,20 @@ def _json_lines(path: Path, seq_length: int | None) -> Run:
                 ) from None
             if not isinstance(line, dict):
                 raise ScaleVecError(f"{path}:{number} is no JSON object; each line must be one.")
-            seed = line["seed"] if isinstance(line.get("seed"), int) else seed
+            seed = line["seed"] if type(line.get("seed")) is int else seed
             for name in ("strategy", "scalevec_strategy"):
                 label = line[name] if isinstance(line.get(name), str) else label
             step = _value(line, _STEP)
             if step is None:
                 continue
-            if not 0 <= step <= _LAST_STEP:
+            if not (0 <= step <= LAST_STEP and step == int(step)):
                 raise ScaleVecError(
-                    f"{path}:{number} has the step {step:g}; a step is a number from 0 to {_LAST_STEP:.0e}."
+                    f"{path}:{number} has the step {step:g}; a step is a whole number from 0 to "
+                    f"{LAST_STEP:.0e}."
                 )
+            if "loss" in line and line["loss"] is None and line.get("skipped") is False and "loss" in series:
+                # Our own telemetry, which has no other word for a loss that is no number.
+                series["loss"][int(step)] = math.nan
             for name, names in _SERIES.items():
                 if (value := _value(line, names)) is not None:
                     series.setdefault(name, {})[int(step)] = value
@@ -267,18 +228,20 @@ def _from_series(
 ) -> Run:
     validation = sorted(series.get("validation", {}).items())
     losses = series.get("loss", {})
+    memory = series.get("memory", {})
+    require_sound(source, "memory", memory)
     milliseconds = series.get("milliseconds") or {k: v * 1e3 for k, v in series.get("seconds", {}).items()}
     # Megatron evaluates at the end as well; that value belongs to the whole run.
     final = validation[-1][1] if validation and losses and validation[-1][0] >= max(losses) else None
-    return _make(
+    return make_run(
         source,
         label,
         losses,
         tokens=series.get("tokens") or _tokens(series.get("samples", {}), seq_length),
         milliseconds=milliseconds,
-        validation=tuple(validation if final is None else validation[:-1]),
+        validation=validation if final is None else validation[:-1],
         final_validation=final,
-        memory_bytes=max(series["memory"].values()) if series.get("memory") else None,
+        memory_bytes=max(memory.values(), default=None),
         seed=seed,
     )
 
@@ -316,7 +279,7 @@ def _tensorboard(path: Path, seq_length: int | None) -> Run:
         str(path),
         (path if path.is_dir() else path.parent).name if strategy == "None" else strategy,
         series,
-        seq_length or _whole(said, "seq_length"),
+        _whole(said, "seq_length") or seq_length,
         _whole(said, "seed"),
     )
 
@@ -345,24 +308,46 @@ def demo_runs(report: Any, source: str) -> list[Run]:
     Raises:
         ScaleVecError: It is none.
     """
-    if not isinstance(report, dict) or report.get("kind") != DEMO:
-        raise ScaleVecError(f"{source} is no report of scalevec demo.")
-    runs = []
-    for entry in report["runs"]:
-        final = entry["final_validation_loss"]
-        run = _make(
-            f"{source}: {entry['name']}",
-            entry["strategy"],
-            {point["step"]: point["loss"] for point in entry["training"]},
-            tokens={point["step"]: point["tokens"] for point in entry["training"]},
-            validation=tuple((p["step"], p["loss"]) for p in entry["validation"] if p["loss"] is not None),
-            final_validation=final,
-            # Every run of a demo has one, and JSON has no other word for one that is no number.
-            failed_at=entry["training"][-1]["step"] if final is None and entry["training"] else None,
-            seed=entry["seed"],
+    kind = report.get("kind") if isinstance(report, dict) else None
+    if kind != DEMO:
+        found = "" if kind is None else f" but of kind {kind!r}"
+        raise ScaleVecError(
+            f"{source} is no report of scalevec demo{found}; name one, or JSON lines (an object a line, "
+            "with its step), or the folder of a demo or study."
         )
-        runs.append(_with_even_steps(run, entry["step_time_ms"]["median"]))
+    with _as_written(f"{source}, a report of scalevec demo,"):
+        runs = [_demo_run(entry, source) for entry in report["runs"]]
+    if not runs:
+        raise ScaleVecError(f"{source} is a report of scalevec demo on no run; name another.")
     return runs
+
+
+@contextlib.contextmanager
+def _as_written(what: str) -> Iterator[None]:
+    """Say of a file of ours in which something is missing, or of the wrong kind, that it was changed."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise ScaleVecError(
+            f"{what} is not as it was written ({type(error).__name__}: {error}); make it again, or name the "
+            "logs of its runs."
+        ) from None
+
+
+def _demo_run(entry: Mapping[str, Any], source: str) -> Run:
+    final = entry["final_validation_loss"]
+    run = make_run(
+        f"{source}: {entry['name']}",
+        entry["strategy"],
+        {point["step"]: point["loss"] for point in entry["training"]},
+        tokens={point["step"]: point["tokens"] for point in entry["training"]},
+        validation=[(point["step"], point["loss"]) for point in entry["validation"]],
+        final_validation=final,
+        # Every run of a demo has one, and JSON has no other word for one that is no number.
+        failed_at=entry["training"][-1]["step"] if final is None and entry["training"] else None,
+        seed=entry["seed"],
+    )
+    return _with_even_steps(run, entry["step_time_ms"]["median"])
 
 
 def _with_even_steps(run: Run, milliseconds: float | None) -> Run:
@@ -375,21 +360,22 @@ def _with_even_steps(run: Run, milliseconds: float | None) -> Run:
 def _study_runs(folder: Path) -> list[Run]:
     from megatron_scalevec.study.report import finished_runs
 
-    runs, diverged = finished_runs(Store(folder))
-    remark = ""
+    with _as_written(f"{folder}, a folder of scalevec study,"):
+        runs, diverged = finished_runs(Store(folder))
+    remarks = []
     if diverged:
         counted = ", ".join(f"{label} {count}" for label, count in diverged.items())
-        remark = f"{folder}: runs that diverged, which are left out: {counted}."
+        remarks.append(f"{folder}: runs that diverged, which are left out: {counted}.")
     if not runs:
-        said = f"{folder} holds no finished run at a chosen learning rate yet; let the study go on. {remark}"
-        raise ScaleVecError(said.rstrip())
-    return [replace(run, remark=remark) for run in runs]
+        said = f"{folder} holds no finished run at a chosen learning rate yet; let the study go on."
+        raise ScaleVecError(" ".join([said, *remarks]))
+    return [replace(run, remarks=(*remarks, *run.remarks)) for run in runs]
 
 
 def study_run(result: Mapping[str, Any], label: str, tokens_per_step: int, source: str) -> Run:
     """A run from its result in a study's folder, without times: its runs share the machine."""
     losses = dict(map(tuple, result["training"]))
-    return _make(
+    return make_run(
         source,
         label,
         losses,

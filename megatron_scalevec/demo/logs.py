@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = ["LogReader", "diverged", "failure_excerpt"]
 
-_ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\s*\|(.*)")
+# Launchers may put the rank, and machines the time, before each line: nothing is asked of a line's start.
+_ITERATION = re.compile(r"\biteration\s+(\d{1,15})\s*/\s*\d+\s*\|(.*)")
 _FIELD = re.compile(r"\s*([^|:]+?)\s*:\s*([^|]*?)\s*\|")
 _VALIDATION = re.compile(
-    r"validation loss at iteration\s+(\d+)(?:\s+on\s+(\w+)\s+set)?\s*\|"
-    r".*?lm loss value:\s*([^\s|]+)"
+    r"\bvalidation loss at iteration\s+(\d{1,15})(?:\s+on\s+(\w+)\s+set)?\s*\|"
+    r".*?lm loss value:\s*([^\s|]+)\s*\|"
 )
-_PARAMETERS = re.compile(r"number of parameters on .*rank \([\d, ]+\):\s*(\d+)")
+_PARAMETERS = re.compile(r"number of parameters on .*rank \([\d, ]+\):\s*(\d{1,18})\b")
 _MEMORY = re.compile(r"memory \(MB\) \|.*?max allocated:\s*([\d.]+)")
 # Megatron prints its arguments, dots between the name and the value.
-_ARGUMENT = re.compile(r"^\s*(seq_length|seed|scalevec_strategy) \.+ (\S+)\s*$")
+_ARGUMENT = re.compile(r"(?<![\w.-])(seq_length|seed|scalevec_strategy) \.{3,} (\S+)\s*$")
+# "3: " of srun --label, "[default3]:" and "[rank3]: " of torchrun, "[1,3]<stdout>: " of mpirun.
+_RANK = re.compile(r"\s*(?:\d+: |\[[A-Za-z_]*\d+\]:|\[\d+,\d+\]<\w+>:)")
 
 # torchrun follows a rank's own words with a report of its own, which says less.
 _TORCHRUN = re.compile(r"torch[./]distributed[./]elastic|torch[./]distributed[./]run|ChildFailedError")
@@ -30,13 +34,13 @@ class LogReader:
     """What one run's log says so far.
 
     Lines that do not match are skipped, and so are values that are no numbers: several ranks may
-    write into the same file.
+    write into the same file, each line with its rank before it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.training: dict[int, float] = {}
-        """Training loss of each step."""
+        """Training loss of each step; NaN where Megatron left it out because it was no number."""
         self.step_times: dict[int, float] = {}
         """Milliseconds of each step."""
         self.validation: dict[int, float] = {}
@@ -59,8 +63,12 @@ class LogReader:
         self._offset = 0
         self._rest = b""
 
-    def poll(self) -> bool:
-        """Read what was added; whether anything was."""
+    def poll(self, ended: bool = False) -> bool:
+        """Read what was added; whether anything was.
+
+        Args:
+            ended: Nobody writes any more: a last line counts without its end.
+        """
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._offset)
@@ -69,13 +77,16 @@ class LogReader:
             return False
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if ended:
+            lines.append(self._rest)
+            self._rest = b""
         for line in lines:
             self._line(line.decode("utf-8", errors="replace"))
         return bool(data)
 
     def _line(self, line: str) -> None:
         if match := _ITERATION.search(line):
-            self._iteration(int(match[1]), dict(_FIELD.findall(match[3])))
+            self._iteration(int(match[1]), dict(_FIELD.findall(match[2])))
         elif match := _VALIDATION.search(line):
             loss = _number(match[3])
             if loss is None or match[2] not in (None, "validation"):
@@ -89,7 +100,7 @@ class LogReader:
             self._starting = True
         elif match := _MEMORY.search(line):
             # CPU mode reports none.
-            self.memory_megabytes = max(self.memory_megabytes or 0.0, _number(match[1]) or 0.0) or None
+            self.memory_megabytes = max(self.memory_megabytes or 0.0, _finite(match[1]) or 0.0) or None
         elif _UNEXPECTED in line:
             self.failed_at = self.step + 1
         elif self.parameters is None and (match := _PARAMETERS.search(line)):
@@ -98,27 +109,41 @@ class LogReader:
     def _iteration(self, step: int, fields: dict[str, str]) -> None:
         # It went on from a checkpoint, or for more steps: what was the end is none.
         self.failed_at = self.final_validation = None
-        loss = _number(fields.get("lm loss"))
-        time = _number(fields.get("elapsed time per iteration (ms)"))
+        if self._starting:
+            # Steps after that checkpoint are taken again.
+            for values in (self.training, self.step_times, self.samples, self.validation):
+                for left in [one for one in values if one >= step]:
+                    del values[left]
+        skipped = _number(fields.get("number of skipped iterations"))
+        loss = self._own(step, self._loss(fields, skipped), skipped)
         if loss is not None:
-            self.training[step] = self._own(step, loss)
-        if (samples := _number(fields.get("consumed samples"))) is not None:
+            self.training[step] = loss
+        if (samples := _finite(fields.get("consumed samples"))) is not None:
             self.samples[step] = int(samples)
-        if time is not None:
+        if (time := _finite(fields.get("elapsed time per iteration (ms)"))) is not None:
             self.step_times[step] = time
         self.step = max(self.step, step)
 
-    def _own(self, step: int, loss: float) -> float:
+    def _loss(self, fields: dict[str, str], skipped: float | None) -> float | None:
+        """The loss as Megatron prints it: not at all if it is NaN, and as 0 where every step was skipped."""
+        loss = _number(fields.get("lm loss"))
+        if "lm loss" not in fields and skipped == 0 and self.training:
+            return math.nan
+        return None if loss == 0.0 and skipped else loss
+
+    def _own(self, step: int, loss: float | None, skipped: float | None) -> float | None:
         """The loss of this step alone.
 
         Megatron does not start its sums anew after a process's first step, so that what it prints at the
-        second is the mean of both: of a run that went on as of one that starts.
+        second is the mean of both: of a run that went on as of one that starts. Its count of skipped steps
+        is that of both as well, and a step that was skipped is not in the mean.
         """
         first, self._first = self._first, None
         if self._starting:
-            self._starting, self._first = False, (step, loss)
-        elif first is not None and step == first[0] + 1:
-            return round(2 * loss - first[1], 6)
+            self._starting = False
+            self._first = None if loss is None else (step, loss)
+        elif first is not None and step == first[0] + 1 and loss is not None:
+            return None if skipped else round(2 * loss - first[1], 6)
         return loss
 
 
@@ -127,6 +152,11 @@ def _number(text: str | None) -> float | None:
         return None if text is None else float(text)
     except ValueError:
         return None
+
+
+def _finite(text: str | None) -> float | None:
+    number = _number(text)
+    return number if number is not None and math.isfinite(number) else None
 
 
 def diverged(excerpt: Iterable[str]) -> bool:
@@ -148,6 +178,8 @@ def failure_excerpt(path: Path, lines: int = 15) -> list[str]:
     if tracebacks:
         # The first is the cause; a rank's traceback ends before torchrun's report starts.
         found = found[tracebacks[0] :]
+        if rank := _RANK.match(found[0]):
+            found = [line for line in found if line.startswith(rank[0])]  # others write in between
         noise = [i for i, line in enumerate(found) if i and _TORCHRUN.search(line)]
         found = found[: noise[0]] if noise else found
     return found[-lines:]
