@@ -77,10 +77,8 @@ class Member:
             self.params = set(self.shards)
 
     def weights_stepped_by(self, optimizer: Any) -> set[torch.nn.Parameter]:
-        """The parameters of one of :attr:`optimizers` that this rank has a master of, or may have to."""
-        if len(self.optimizers) == 1:
-            return self.params if optimizer is self.optimizers[0] else set()
-        return set(Member(optimizer).shards) & self.params if optimizer in self.optimizers else set()
+        """The parameters of one of :attr:`optimizers` that this rank has a master of, or a share of one."""
+        return Member(optimizer).params & self.params if optimizer in self.optimizers else set()
 
 
 def members_of(optimizer: Any) -> list[Member]:

@@ -94,7 +94,28 @@ def _sets(folds: Sequence[Fold], members: Sequence[Member]) -> list[FoldSet]:
             )
         key = of_weight, of_vectors, tuple(map(id, fold.groups))
         grouped.setdefault(key, []).append(fold)
-    return [FoldSet(own, weights, vectors) for (weights, vectors, _), own in grouped.items()]
+    sets = [FoldSet(own, weights, vectors) for (weights, vectors, _), own in grouped.items()]
+    for one in sets:
+        _require_masters(one)
+    return sets
+
+
+def _require_masters(one: FoldSet) -> None:
+    """Every weight and every vector has a master, on one rank or in pieces on several."""
+    owners = {part: fold.owner for fold in one.folds for part in fold.parameters}
+    owners |= {fold.weight: fold.owner for fold in one.folds}
+    for member, params in (
+        (one.weights, [fold.weight for fold in one.folds]),
+        (one.vectors, list(one.table.values)),
+    ):
+        shards = [member.shards.get(param) for param in params]
+        held = [0 if shard is None else shard.stop - shard.start for shard in shards]
+        found = torch.tensor(held, device=params[0].device)
+        if member.group is not None:
+            torch.distributed.all_reduce(found, group=member.group)
+        for param, elements in zip(params, found.tolist()):
+            if elements != param.numel():
+                raise _without_master(param, owners[param])
 
 
 def _in_time(of_weight: Member, of_vectors: Member, members: Sequence[Member]) -> bool:
@@ -112,8 +133,12 @@ def _member_of(param: torch.nn.Parameter, fold: Fold, members: Sequence[Member])
     for member in members:
         if param in member.params:
             return member
-    raise ScaleVecError(
-        f"a parameter {tuple(param.shape)} of a {type(fold.owner).__name__} with folded weights is in no "
+    raise _without_master(param, fold.owner)
+
+
+def _without_master(param: torch.nn.Parameter, owner: torch.nn.Module) -> ScaleVecError:
+    return ScaleVecError(
+        f"a parameter {tuple(param.shape)} of a {type(owner).__name__} with folded weights is in no "
         "optimizer that keeps a float32 master of it; train in bf16 or fp16 with Megatron's mixed-precision "
         "or distributed optimizer, or use --scalevec-execution autograd."
     )

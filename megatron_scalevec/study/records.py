@@ -100,9 +100,9 @@ def read_description(path: Path) -> Description | None:
     except FileNotFoundError:
         return None
     except _Malformed as error:
-        raise ScaleVecError(f"{path} {error}; name another --out, or put its copy back.") from None
+        raise ScaleVecError(f"{path} {error}; name another folder, or put its copy back.") from None
     if known.get("kind") != KIND:
-        raise ScaleVecError(f"{path} is no description of a study; name another --out.")
+        raise ScaleVecError(f"{path} is no description of a study; name another folder.")
     try:
         _require(known, _DESCRIPTION)
         _require(known["text"], _TEXT)
@@ -119,10 +119,10 @@ def read_description(path: Path) -> Description | None:
             f"{path} {error}. "
             + (
                 f"It was written by megatron_scalevec {writer}, and this is {__version__}: use that version, "
-                "or name another --out."
+                "or name another folder."
                 if of_another
                 else "It was changed by hand, or by another version of this package: put its copy back, or "
-                "name another --out."
+                "name another folder."
             )
         ) from None
     return Description(options, known["text"], known["versions"], known["machine"])
