@@ -739,7 +739,7 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path, monkeypatch, fails):
     if fails == "drawing":
         monkeypatch.setattr("megatron_scalevec.study.report.draw", no_space)
     elif fails == "disk":
-        monkeypatch.setattr("megatron_scalevec.study.report.tempfile.mkdtemp", no_space)
+        monkeypatch.setattr("os.fsync", no_space)
     else:
         (store.folder / fails).unlink()
         (store.folder / fails).mkdir()

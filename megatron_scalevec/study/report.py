@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
-import os
-import shutil
-import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_scalevec.compare.comparison import token_ratio_of
@@ -17,8 +14,9 @@ from megatron_scalevec.compare.reading import Run, study_run
 from megatron_scalevec.compare.rendering import shown
 from megatron_scalevec.compare.statistics import LEVEL, Interval, bootstrap_interval, terminal_gap
 from megatron_scalevec.compare.verdict import chance_note, verdict
-from megatron_scalevec.demo.report import write_report
+from megatron_scalevec.demo.report import as_json
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.files import write_files
 from megatron_scalevec.study.arms import Arm
 from megatron_scalevec.study.options import BASELINE, OPTIMIZERS, Options
 from megatron_scalevec.study.plan import Cell, Job, Tuning, cells, tuning_of
@@ -361,14 +359,13 @@ def write_study_report(store: Store) -> dict[str, Any]:
     collected = _collect(known.options, store)
     report = _report(known, collected)
     try:
-        with tempfile.TemporaryDirectory(prefix=".report-", dir=store.folder) as made:
-            drafts = Path(made, "new")
-            drafts.mkdir()
-            pictures = _draw(known.options, collected, drafts)
-            write_report(report, drafts / "report.json")
-            page = "# Study\n\n" + markdown(report, pictures)
-            (drafts / "report.md").write_text(page, encoding="utf-8")
-            _install(drafts, store.folder, {_picture(name) for name in OPTIMIZERS}, Path(made, "old"))
+        pictures = _draw(known.options, collected)
+        page = "# Study\n\n" + markdown(report, {name: _picture(name) for name in pictures})
+        contents = {"report.json": as_json(report), "report.md": page}
+        contents |= {_picture(name): picture for name, picture in pictures.items()}
+        write_files({store.folder / name: content for name, content in contents.items()})
+        for name in OPTIMIZERS.keys() - pictures.keys():
+            (store.folder / _picture(name)).unlink(missing_ok=True)
     except OSError as error:
         raise ScaleVecError(
             f"the report cannot be written to {store.folder}: {error}; an earlier one is as it was. Put "
@@ -381,8 +378,8 @@ def _picture(optimizer: str) -> str:
     return f"loss-{optimizer}.png"
 
 
-def _draw(options: Options, collected: Sequence[_CellResult], folder: Path) -> dict[str, str]:
-    """Draw a picture for each optimizer whose baseline has runs; returns their names."""
+def _draw(options: Options, collected: Sequence[_CellResult]) -> dict[str, bytes]:
+    """A picture for each optimizer whose baseline has runs, as PNG."""
     pictures = {}
     for optimizer in options.optimizers:
         groups = {
@@ -395,34 +392,7 @@ def _draw(options: Options, collected: Sequence[_CellResult], folder: Path) -> d
             title = (
                 f"{OPTIMIZERS[optimizer]}, learning rates tuned, {options.steps} steps, up to {seeds} seeds"
             )
-            pictures[optimizer] = _picture(optimizer)
-            draw(groups, BASELINE, folder / pictures[optimizer], title=title, token="byte")
+            drawn = io.BytesIO()
+            draw(groups, BASELINE, drawn, title=title, token="byte")
+            pictures[optimizer] = drawn.getvalue()
     return pictures
-
-
-def _install(drafts: Path, folder: Path, temporary: Collection[str], old: Path) -> None:
-    """Move the drafts to their places; of ``temporary`` files those without a draft go.
-
-    Args:
-        drafts: Folder of the new files.
-        folder: Where they are to be, on the same disk.
-        temporary: Names of files that are there only while there is something to put into them.
-        old: A folder to make, for what was there: at an error it is put back.
-    """
-    new = sorted(path.name for path in drafts.iterdir())
-    before = [name for name in {*new, *temporary} if (folder / name).is_file()]
-    old.mkdir()
-    for name in before:
-        shutil.copy2(folder / name, old / name)
-    try:
-        for name in new:
-            os.replace(drafts / name, folder / name)
-        for name in {*temporary} - {*new}:
-            (folder / name).unlink(missing_ok=True)
-    except BaseException:
-        for name in before:
-            os.replace(old / name, folder / name)
-        for name in new:
-            if name not in before and not (drafts / name).exists():
-                (folder / name).unlink()
-        raise
