@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 __all__ = ["DRAFT", "write_file", "write_files"]
 
@@ -20,7 +20,9 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     write_files({path: content})
 
 
-def write_files(contents: Mapping[str | os.PathLike[str], str | bytes]) -> None:
+def write_files(
+    contents: Mapping[str | os.PathLike[str], str | bytes], gone: Iterable[str | os.PathLike[str]] = ()
+) -> None:
     """Write files so that a reader finds the old one or the new one, whole.
 
     Each is written and synced under a hidden name beside its place, and they get their own names once all of
@@ -29,11 +31,13 @@ def write_files(contents: Mapping[str | os.PathLike[str], str | bytes]) -> None:
 
     Args:
         contents: What goes where; text becomes UTF-8.
+        gone: Files that are not to be there afterwards, if they are now.
 
     Raises:
         OSError: One of them cannot be written, or its place is taken by what is no file. No draft is left.
     """
     drafts: list[tuple[str, str]] = []
+    leaving = [path for path in gone if _mode(os.fspath(path)) is not None]
     try:
         for path, content in contents.items():
             place = os.path.realpath(path)
@@ -50,6 +54,8 @@ def write_files(contents: Mapping[str | os.PathLike[str], str | bytes]) -> None:
                 os.fsync(descriptor)
         for draft, place in drafts:
             os.replace(draft, place)
+        for path in leaving:
+            os.unlink(path)
     finally:
         for draft, _ in drafts:
             with contextlib.suppress(FileNotFoundError):  # it has its name, or was never made

@@ -373,7 +373,7 @@ NO_RUNS = [
     ("a.json", b'{"kind": "scalevec demo"}', "a report of scalevec demo, is not as it was written (KeyError"),
     ("a.json", b'{"kind": "scalevec demo", "runs": [{"training": 3}]}', "is not as it was written"),
     ("a.json", b'{"kind": "scalevec demo", "runs": []}', "is a report of scalevec demo on no run"),
-    ("study.json", b'{"kind": "scalevec study"}', "a folder of scalevec study, is not as it was written"),
+    ("study.json", b'{"kind": "scalevec study"}', "study.json has no 'options'"),
     ("a.log", b"\x1f\x8b\x08\x00", "is compressed; unpack it first"),
     ("a.log", "iteration 1/ 2 | lm loss: 1 |".encode("utf-16"), "is UTF-16; save it as UTF-8"),
     ("a.jsonl", b'{"step": 1, "a": ' + b"[" * 100_000 + b"\n{}\n", "a.jsonl:1 is no JSON object"),

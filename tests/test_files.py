@@ -14,7 +14,9 @@ def content_of(folder):
 
 def test_files_appear_together(tmp_path):
     (tmp_path / "old").write_text("before")
-    write_files({tmp_path / "old": "after ö", str(tmp_path / "new"): b"bytes"})
+    (tmp_path / "gone").touch()
+    gone = [tmp_path / "gone", tmp_path / "was never there"]
+    write_files({tmp_path / "old": "after ö", str(tmp_path / "new"): b"bytes"}, gone)
     assert content_of(tmp_path) == {"old": "after ö", "new": "bytes"}
 
 

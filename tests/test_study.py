@@ -17,8 +17,8 @@ import torch
 import torch.distributed.checkpoint as distributed_checkpoint
 from megatron.core.transformer.transformer_config import TransformerConfig
 from rich.console import Console
+from script_modules import load_script
 from test_demo import LOG
-from test_site import script
 
 from megatron_scalevec import ScaleVecConfig, study
 from megatron_scalevec.compare import compare, read_runs
@@ -813,7 +813,7 @@ def test_the_command_of_the_documentation_is_understood():
 
 def test_the_page_in_the_documentation_is_what_its_figures_say():
     """Committed are the figures and the page that is made from them, so that nobody edits one alone."""
-    study_page = script("study_page")
+    study_page = load_script("study_page")
     studies = json.loads((ROOT / "docs" / "study.json").read_text(encoding="utf-8"))["studies"]
     assert (ROOT / "docs" / "study.md").read_text(encoding="utf-8") == study_page.page(studies)
     for report in studies:

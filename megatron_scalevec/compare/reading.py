@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -315,23 +314,16 @@ def demo_runs(report: Any, source: str) -> list[Run]:
             f"{source} is no report of scalevec demo{found}; name one, or JSON lines (an object a line, "
             "with its step), or the folder of a demo or study."
         )
-    with _as_written(f"{source}, a report of scalevec demo,"):
+    try:
         runs = [_demo_run(entry, source) for entry in report["runs"]]
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise ScaleVecError(
+            f"{source}, a report of scalevec demo, is not as it was written ({type(error).__name__}: "
+            f"{error}); make it again, or name the logs of its runs."
+        ) from None
     if not runs:
         raise ScaleVecError(f"{source} is a report of scalevec demo on no run; name another.")
     return runs
-
-
-@contextlib.contextmanager
-def _as_written(what: str) -> Iterator[None]:
-    """Say of a file of ours in which something is missing, or of the wrong kind, that it was changed."""
-    try:
-        yield
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise ScaleVecError(
-            f"{what} is not as it was written ({type(error).__name__}: {error}); make it again, or name the "
-            "logs of its runs."
-        ) from None
 
 
 def _demo_run(entry: Mapping[str, Any], source: str) -> Run:
@@ -360,8 +352,7 @@ def _with_even_steps(run: Run, milliseconds: float | None) -> Run:
 def _study_runs(folder: Path) -> list[Run]:
     from megatron_scalevec.study.report import finished_runs
 
-    with _as_written(f"{folder}, a folder of scalevec study,"):
-        runs, diverged = finished_runs(Store(folder))
+    runs, diverged = finished_runs(Store(folder))
     remarks = []
     if diverged:
         counted = ", ".join(f"{label} {count}" for label, count in diverged.items())

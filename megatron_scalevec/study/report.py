@@ -363,9 +363,10 @@ def write_study_report(store: Store) -> dict[str, Any]:
         page = "# Study\n\n" + markdown(report, {name: _picture(name) for name in pictures})
         contents = {"report.json": as_json(report), "report.md": page}
         contents |= {_picture(name): picture for name, picture in pictures.items()}
-        write_files({store.folder / name: content for name, content in contents.items()})
-        for name in OPTIMIZERS.keys() - pictures.keys():
-            (store.folder / _picture(name)).unlink(missing_ok=True)
+        write_files(
+            {store.folder / name: content for name, content in contents.items()},
+            gone=[store.folder / _picture(name) for name in OPTIMIZERS if name not in pictures],
+        )
     except OSError as error:
         raise ScaleVecError(
             f"the report cannot be written to {store.folder}: {error}; an earlier one is as it was. Put "
