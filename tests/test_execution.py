@@ -1,5 +1,6 @@
 """Execution inside the optimizer: the same numbers as by autograd, or the run stops."""
 
+import dataclasses
 import sys
 from importlib import metadata
 from types import SimpleNamespace
@@ -256,10 +257,10 @@ def _arguments(**more):
 def test_the_optimizer_folds_where_it_can():
     asked = {mode: ScaleVecConfig(strategy="unified", execution=mode) for mode in ("optimizer", "autograd")}
     for config in (ScaleVecConfig(strategy="unified"), asked["optimizer"]):
-        for name in ("adam", "sgd", "lion", "muon", "dist_muon"):
-            assert choose_execution(_arguments(optimizer=name), config).mode == "optimizer"
-        assert choose_execution(_arguments(bf16=False, fp16=True), config).mode == "optimizer"
-    found = choose_execution(_arguments(), asked["autograd"])
+        for name in ("adam", "sgd", "lion", "muon", "dist_muon", "soap"):
+            assert choose_execution(_arguments(optimizer=name), config, MEGATRON).mode == "optimizer"
+        assert choose_execution(_arguments(bf16=False, fp16=True), config, MEGATRON).mode == "optimizer"
+    found = choose_execution(_arguments(), asked["autograd"], MEGATRON)
     assert (found.mode, found.reason.split(";")[0]) == ("autograd", "as asked for")
 
 
@@ -268,7 +269,7 @@ def test_a_resumed_run_keeps_its_mode():
 
     def mode(before, asked=None, **args):
         config = ScaleVecConfig(strategy="unified", execution=asked)
-        return choose_execution(_arguments(**args), config, lambda: before)
+        return choose_execution(_arguments(**args), config, MEGATRON, lambda: before)
 
     kept = mode(("autograd", "/runs/a"))
     assert kept.mode == "autograd" and kept.reason.startswith("as before in /runs/a; ")
@@ -341,24 +342,26 @@ def test_without_triton_the_torch_passes_run_and_the_audit_says_so(monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["stock", "none", "iwd"])
 def test_nothing_to_fold(strategy):
-    assert choose_execution(_arguments(), ScaleVecConfig(strategy=strategy)).mode == "autograd"
+    assert choose_execution(_arguments(), ScaleVecConfig(strategy=strategy), MEGATRON).mode == "autograd"
     # γ − 1 in the norms: the scale moves to the linear.
     zero_centered = _arguments(apply_layernorm_1p=True)
     if strategy == "iwd":
-        moved = choose_execution(zero_centered, ScaleVecConfig(strategy=strategy, execution="optimizer"))
+        moved = choose_execution(
+            zero_centered, ScaleVecConfig(strategy=strategy, execution="optimizer"), MEGATRON
+        )
         assert moved.mode == "optimizer"
     if strategy != "stock":
         with pytest.raises(ScaleVecError, match="has no effect with --scalevec-strategy"):
-            choose_execution(_arguments(), ScaleVecConfig(strategy=strategy, execution="optimizer"))
+            choose_execution(_arguments(), ScaleVecConfig(strategy=strategy, execution="optimizer"), MEGATRON)
 
 
 OBSTACLES_MET = {
     "full-precision": {"bf16": False},
     "float32-vectors": {},
-    "optimizer": {"optimizer": "soap"},
+    "optimizer": {"optimizer": "adaptive_muon"},
+    "muon-before-0.17": {"optimizer": "muon"},
     "optimizer-cpu-offload": {"optimizer_cpu_offload": True},
     "precision-aware-optimizer": {"use_precision_aware_optimizer": True},
-    "optimizer-instances": {"num_distributed_optimizer_instances": 2},
     "fsdp": {"use_megatron_fsdp": True},
     "quantized-weights": {"fp8_param_gather": True},
     "gather-with-step": {"overlap_param_gather_with_optimizer_step": True},
@@ -374,11 +377,13 @@ def test_every_obstacle_leads_to_autograd_and_refuses_the_optimizer():
     assert OBSTACLES_MET.keys() == {obstacle.name for obstacle in OBSTACLES}
     for obstacle in OBSTACLES:
         dtype = "fp32" if obstacle.name == "float32-vectors" else None
+        version = Version("0.16.1") if obstacle.versions else MEGATRON
         args = _arguments(**OBSTACLES_MET[obstacle.name])
-        found = choose_execution(args, ScaleVecConfig(strategy="hg", vector_dtype=dtype))
+        config = ScaleVecConfig(strategy="hg", vector_dtype=dtype)
+        found = choose_execution(args, config, version)
         assert found.mode == "autograd" and found.reason.endswith(f"because {obstacle.reason}")
         with pytest.raises(ScaleVecError) as caught:
-            choose_execution(args, ScaleVecConfig(strategy="hg", vector_dtype=dtype, execution="optimizer"))
+            choose_execution(args, dataclasses.replace(config, execution="optimizer"), version)
         assert obstacle.reason in str(caught.value) and "autograd" in str(caught.value)
 
 
