@@ -22,6 +22,7 @@ from megatron_scalevec.errors import ScaleVecError
 __all__ = [
     "REFUSALS",
     "Refusal",
+    "applies_to",
     "given",
     "refusals",
     "refuse_unsupported",
@@ -38,6 +39,11 @@ class Refusal:
     reason: str
     way_out: str
     versions: str = ""  # megatron-core versions it is confined to
+
+
+def applies_to(versions: str, version: Version) -> bool:
+    """Whether a version is among those that an entry of a table is confined to; empty for all."""
+    return SpecifierSet(versions).contains(version.base_version, prereleases=True)
 
 
 def given(*names: str) -> Callable[[Any, ScaleVecConfig], bool]:
@@ -491,8 +497,7 @@ def refusals(
     """A sentence for every entry of the table that applies; empty for a stock run."""
     found = []
     for refusal in table if config.active else ():
-        here = SpecifierSet(refusal.versions).contains(version.base_version, prereleases=True)
-        if here and refusal.applies(args, config):
+        if applies_to(refusal.versions, version) and refusal.applies(args, config):
             reason = refusal.reason.format_map(_Lookup(args))
             found.append(
                 f"--scalevec-strategy {config.strategy}: {reason}; {refusal.way_out}, or drop "

@@ -22,7 +22,8 @@ IN_OPTIMIZER = ["--scalevec-execution", "optimizer"]
 BY_AUTOGRAD = ["--scalevec-execution", "autograd"]
 
 
-ALL_LAYOUTS = {**EXPERT_LAYOUTS, **LAYOUTS, "dp2": (2, [])}
+INSTANCES = "--num-distributed-optimizer-instances 2 --micro-batch-size 1".split()
+ALL_LAYOUTS = {**EXPERT_LAYOUTS, **LAYOUTS, "dp2": (2, []), "instances": (4, INSTANCES)}
 SCRIPTS = {"hybrid": "pretrain_hybrid.py"}  # of models that the built-in entry does not build
 
 
@@ -71,8 +72,10 @@ UNROUNDED = {"job": "train_unrounded"}
         ("tp2-sp", "reshardable", UNIFIED),
         ("dp2-distopt", "default", DP),
         ("pp2-vpp", "plain", UNIT),
+        ("instances", "reshardable", UNIFIED),
+        ("instances", "default", UNIFIED),
     ],
-    ids=["reshardable", "default", "plain"],
+    ids=["reshardable", "default", "plain", "instances-reshardable", "instances-default"],
 )
 def test_five_and_five_steps_are_ten(ranks, saved, layout, form, flags):
     """Bit for bit in the same layout: losses, norms of gradients, vectors, moments."""

@@ -30,9 +30,9 @@ def _modes(ranks, layout, *flags, strategy="unified", job="train_unrounded", mod
     ("layout", "flags"),
     [
         ("pp2", OVERLAP),
-        ("pp2-vpp", [*OVERLAP, *EVALUATING]),
+        ("pp2-vpp", OVERLAP),
         ("cp2", DISTRIBUTED),
-        ("dp2-distopt", ["--global-batch-size", "16", "--mtp-num-layers", "1"]),
+        ("dp2-distopt", ["--global-batch-size", "16", "--mtp-num-layers", "1", *EVALUATING]),
         ("tp4", []),
         ("full-recompute", ["--rampup-batch-size", "4", "4", "32", "--global-batch-size", "8"]),
     ],
@@ -68,17 +68,6 @@ def test_weights_and_vectors_of_different_optimizers(ranks, layout, model, flags
     assert len(optimizer["losses"]) == len(autograd["losses"]) == 10
     np.testing.assert_allclose(optimizer["losses"], autograd["losses"], rtol=2e-6)
     np.testing.assert_allclose(optimizer["grad_norms"], autograd["grad_norms"], rtol=2e-5)
-
-
-def test_rounding_to_bfloat16_costs_no_more_than_by_autograd(ranks):
-    """Distance from the run without rounding, over ten iterations."""
-    exact, _ = _modes(ranks, "serial", strategy="unified-foldable")
-    optimizer, autograd = _modes(ranks, "serial", strategy="unified-foldable", job="train")
-
-    def distance(run):
-        return np.abs(np.subtract(run["losses"], exact["losses"])).max()
-
-    assert 0 < distance(optimizer) < 2 * distance(autograd)
 
 
 def test_skipped_steps_of_fp16(ranks):

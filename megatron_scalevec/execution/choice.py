@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
+
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
-from megatron_scalevec.support import given
+from megatron_scalevec.support import applies_to, given
 
 __all__ = ["OBSTACLES", "Choice", "Obstacle", "choose_execution"]
 
@@ -31,9 +33,10 @@ class Obstacle:
     name: str
     applies: Callable[[Any, ScaleVecConfig], bool]
     reason: str
+    versions: str = ""  # megatron-core versions it is confined to
 
 
-_OPTIMIZERS = ("adam", "sgd", "lion", "muon", "dist_muon")
+_OPTIMIZERS = ("adam", "sgd", "lion", "muon", "dist_muon", "soap")
 
 OBSTACLES: tuple[Obstacle, ...] = (
     Obstacle(
@@ -52,6 +55,12 @@ OBSTACLES: tuple[Obstacle, ...] = (
         "this optimizer's steps have not been shown to be the same in the two modes",
     ),
     Obstacle(
+        "muon-before-0.17",
+        lambda args, _: getattr(args, "optimizer", "adam") in ("muon", "dist_muon"),
+        "with Muon it has not been tried before megatron-core 0.17",
+        versions="<0.17",
+    ),
+    Obstacle(
         "optimizer-cpu-offload",
         given("optimizer_cpu_offload"),
         "the masters lie in the host's memory",
@@ -60,11 +69,6 @@ OBSTACLES: tuple[Obstacle, ...] = (
         "precision-aware-optimizer",
         given("use_precision_aware_optimizer"),
         "the masters lie inside the inner optimizer, which writes the weights itself",
-    ),
-    Obstacle(
-        "optimizer-instances",
-        lambda args, _: (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1,
-        "several instances of the distributed optimizer have not been tried",
     ),
     Obstacle(
         "fsdp",
@@ -109,13 +113,17 @@ OBSTACLES: tuple[Obstacle, ...] = (
 
 
 def choose_execution(
-    args: Any, config: ScaleVecConfig, resumed: Callable[[], tuple[str, str] | None] | None = None
+    args: Any,
+    config: ScaleVecConfig,
+    version: Version,
+    resumed: Callable[[], tuple[str, str] | None] | None = None,
 ) -> Choice:
     """The mode of a run.
 
     Args:
         args: Megatron's, validated.
         config: The strategy; ``execution`` is what was asked for.
+        version: Of megatron-core.
         resumed: Called where it matters: the mode in which a run to be resumed was trained, and the folder of
             its checkpoint; None where there is none.
 
@@ -133,7 +141,7 @@ def choose_execution(
         return Choice("autograd", "the norms' own scales; nothing is formed")
     if config.execution == "autograd":
         return Choice("autograd", "as asked for; W_eff is formed in every forward pass")
-    found = next((obstacle for obstacle in OBSTACLES if obstacle.applies(args, config)), None)
+    found = next((o for o in OBSTACLES if applies_to(o.versions, version) and o.applies(args, config)), None)
     before = resumed() if found is None and config.execution == "auto" and resumed is not None else None
     if before is not None and before[0] == "autograd":
         return Choice(

@@ -91,7 +91,7 @@ def settle_execution(current: Session, args: Any, config: ScaleVecConfig) -> Non
         ScaleVecError: The mode that was asked for is not proven for this run.
     """
     resumed = None if current.describing else lambda: execution_to_keep(args)
-    choice = choose_execution(args, config, resumed)
+    choice = choose_execution(args, config, current.version, resumed)
     args.scalevec_executed = choice.mode
     current.config = dataclasses.replace(config, execution=choice.mode) if config.active else config
     current.execution_reason = choice.reason

@@ -7,6 +7,7 @@ import math
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from ranks.initial import fill_by_name
@@ -45,6 +46,8 @@ def compare_executions(
     cases: list[dict[str, Any]],
     sequence_parallel: bool = False,
     fault: str | None = None,
+    rounded: bool = False,
+    instances: int = 1,
     **sizes: int,
 ) -> list[dict[str, Any]]:
     """Train every case in both modes.
@@ -52,29 +55,45 @@ def compare_executions(
     Args:
         cases: ``config`` of the strategy; ``kind`` of model, or ``pattern`` of a hybrid; ``experts``: a key
             of :data:`ranks.models.EXPERTS`; ``without_tokens``: an expert that no token is sent to;
-            ``precision`` (``exact``: float32 live weights beside float32 masters; ``bf16``);
+            ``precision`` (``exact``: float32 live weights beside float32 masters; ``bf16``; ``fp32``: float32
+            live weights alone);
             ``distributed``: the distributed optimizer; ``overlap``: of the gradient reduction and of the
             gathering of parameters; ``model``: overrides of the model's configuration; ``ddp``: of DDP's;
             ``optimizer``: its name; ``layer_wise``: whether every weight is stepped on one data-parallel
-            rank, and everything else by the distributed optimizer behind it; ``steps``.
+            rank, and everything else by the distributed optimizer behind it; ``steps``; ``nudges``: by
+            which some start values are scaled in further runs by autograd.
         sequence_parallel: Of the model.
         fault: Of :data:`ranks.jobs.faults.FAULTS`, in the optimizer's mode.
+        rounded: Train every case in bfloat16 as well, by autograd a second time with a quarter of the start
+            values rounded otherwise.
+        instances: Of the distributed optimizer.
         sizes: Of Megatron's groups.
 
     Returns:
-        Per case, by mode: ``losses``, ``norms`` of the gradient, ``vectors`` of this rank by name. And
-        ``check``: the largest error of the first split relative to float64 autograd on the same gradient
-        (``weight`` and ``vectors``), and whether all live weights are cast(fold(masters)) at the end.
+        Per case, by mode (``nudged``: the further runs, a list; in bfloat16 with ``bf16 `` in front):
+        ``losses``, ``norms`` of the gradient, ``moved``: what the masters of vectors have moved by, of all
+        that every tensor-parallel rank holds whole. And ``check``: the first split's largest error next to
+        float64 autograd on the same gradient (``weight`` and ``vectors``), and ``live``: whether all live
+        weights are cast(fold(masters)) at the end.
     """
     from ranks.models import initialize_parallel
 
-    initialize_parallel(**sizes)
+    initialize_parallel(**sizes, num_distributed_optimizer_instances=instances)
     results = []
     for case in cases:
-        result: dict[str, Any] = {}
-        for mode in ("autograd", "optimizer"):
+        case.setdefault("ddp", {})["num_distributed_optimizer_instances"] = instances
+        nudges = case.pop("nudges", ())
+
+        def trained(mode: str, case=case, **more: Any) -> dict[str, Any]:
             own = fault if mode == "optimizer" else None
-            result[mode] = _train(mode, sequence_parallel, own, sizes, **case)
+            return _train(mode, sequence_parallel, own, sizes, **case, **more)
+
+        result: dict[str, Any] = {mode: trained(mode) for mode in ("optimizer", "autograd")}
+        result["nudged"] = [trained("autograd", nudged=nudge) for nudge in nudges]
+        if rounded:
+            half = {"precision": "bf16"}
+            result |= {f"bf16 {mode}": trained(mode, **half) for mode in ("optimizer", "autograd")}
+            result["bf16 nudged"] = [trained("autograd", nudged=2**-8, **half)]
         results.append(result)
     return results
 
@@ -100,22 +119,33 @@ def _train(
         _record_check(engine_of(stepper), record)
         if fault:
             FAULTS[fault](stepper, wrapped)
+    start = _whole_vectors(chunks, stepper)
     for step in range(steps):
-        loss, norm = _step(wrapped, stepper, step)
+        loss, norm = _step(wrapped, stepper, step, squared=case.get("precision") == "bf16")
         record["losses"].append(loss)
         record["norms"].append(norm)
     for chunk in wrapped:
         chunk.disable_forward_pre_hook() if chunk.ddp_config.overlap_param_gather else None
-    record["vectors"] = {
-        f"{index} {name}": param.detach().double().numpy().copy()
-        for index, chunk in enumerate(chunks)
-        for name, param in chunk.named_parameters()
-        if param.requires_grad and not getattr(param, "tensor_model_parallel", False) and param.dim() == 1
-    }
+    record["moved"] = {name: value - start[name] for name, value in _whole_vectors(chunks, stepper).items()}
     if mode == "optimizer":
         record["live"] = _live_is_folded(engine_of(stepper))
         record["sets"] = len(engine_of(stepper).sets)
     return record
+
+
+def _whole_vectors(chunks, stepper) -> dict[str, np.ndarray]:
+    """Masters of the vectors that every tensor-parallel rank holds whole, by chunk and name."""
+    from megatron_scalevec.execution.members import members_of
+
+    members = members_of(stepper)
+    return {
+        f"{index} {name}": _gathered(
+            next(member for member in members if param in member.params), param, lambda shard: shard.master
+        ).numpy()
+        for index, chunk in enumerate(chunks)
+        for name, param in chunk.named_parameters()
+        if param.requires_grad and not getattr(param, "tensor_model_parallel", False) and param.dim() == 1
+    }
 
 
 def _build(
@@ -130,6 +160,7 @@ def _build(
     ddp: dict[str, Any] | None = None,
     optimizer: str = "adam",
     layer_wise: bool = False,
+    nudged: float = 0.0,
     **model: Any,
 ):
     """(the model's chunks, the same wrapped for data parallelism, optimizer); stock without ``config``."""
@@ -153,12 +184,14 @@ def _build(
     for stage in range(sizes.get("virtual_pipeline_model_parallel_size", 1)):
         chunk = _build_chunk(
             stage,
-            torch.float32 if precision == "exact" else torch.bfloat16,
+            torch.bfloat16 if precision == "bf16" else torch.float32,
             {"sequence_parallel": sequence_parallel, **sizes},
             **model,
         )
         apply_scale_vectors(chunk, strategy)
         fill_by_name(chunk, *tp)
+        for param in chunk.parameters():
+            _nudge(param, nudged)
         fold_live_weights(chunk)
         chunks.append(chunk)
         wrapping = {
@@ -176,7 +209,7 @@ def _build(
         lr=1e-3,
         weight_decay=0.1,
         clip_grad=0.5,
-        bf16=True,
+        bf16=precision != "fp32" or layer_wise,
         use_distributed_optimizer=distributed and not layer_wise,
         overlap_param_gather=gather,
         **({"use_layer_wise_distributed_optimizer": True} if layer_wise else {}),
@@ -192,6 +225,13 @@ def _build(
             syncs = [each.no_sync for each in wrapped]
             chunk.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
     return chunks, wrapped, stepper
+
+
+@torch.no_grad()
+def _nudge(param: torch.nn.Parameter, by: float) -> None:
+    """Scale an eighth of the entries by 1 + ``by``, and another by 1 - ``by``; the same on every rank."""
+    signs = torch.randint(8, param.shape, generator=torch.Generator().manual_seed(param.numel()))
+    param.mul_(1 + by * ((signs == 1).float() - (signs == 0).float()))
 
 
 def _layer_wise_layout(chunk: torch.nn.Module, ddp_config: Any) -> Any:
@@ -248,8 +288,12 @@ def _build_chunk(
     return built
 
 
-def _step(wrapped, stepper, step: int) -> tuple[float, float]:
-    """Two microbatches and an update: loss over all ranks, norm of the gradient."""
+def _step(wrapped, stepper, step: int, squared: bool = False) -> tuple[float, float]:
+    """Two microbatches and an update: loss over all ranks, norm of the gradient.
+
+    The loss is the product of outputs and targets; ``squared``: the square of their distance, without the
+    constant in it.
+    """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -269,7 +313,8 @@ def _step(wrapped, stepper, step: int) -> tuple[float, float]:
         tokens, target = next(batches)
 
         def loss_of(output):
-            own = (output.float() * target).mean()
+            output = output.float()
+            own = (output * (output / 2 - target if squared else target)).mean()
             loss.add_(own.detach() / microbatches)
             return own, {}
 
@@ -360,14 +405,13 @@ def train_without_an_engine() -> dict[str, str]:
         execute_in_optimizer(stepper, wrapped)
     except ScaleVecError as error:
         found["twice"] = str(error)
-    full = _build("optimizer", False, {}, config={"strategy": "dp"}, model={"num_layers": 1})
-    try:
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-        plain = get_megatron_optimizer(OptimizerConfig(lr=0.1), full[1])
-        execute_in_optimizer(plain, full[1])
-    except ScaleVecError as error:
-        found["full precision"] = str(error)
+    for kind in ("plain", "distributed"):
+        case = {"config": {"strategy": "dp"}, "precision": "fp32", "distributed": kind == "distributed"}
+        _, wrapped, stepper = _build("optimizer", False, {}, **case)
+        try:
+            execute_in_optimizer(stepper, wrapped)
+        except ScaleVecError as error:
+            found[f"{kind} in full precision"] = str(error)
     return found
 
 

@@ -42,6 +42,40 @@ def _fold_twice(optimizer, wrapped) -> None:
     optimizer.step = step
 
 
+def _scale_vectors(optimizer, wrapped) -> None:
+    """After every step γ counts for a hundredth more than it is, and the run does not look."""
+    for one in _engine(optimizer).sets:
+        write, gather = one.write, one.gather
+
+        def gather_scaled(one=one, gather=gather):
+            gather()
+            one.table.flat_gamma.mul_(1.01)
+
+        def write_scaled(one=one, write=write, gather=gather, scaled=gather_scaled):
+            one.gather = scaled
+            write()
+            one.gather = gather
+
+        one.write, one.check = write_scaled, lambda: None
+
+
+def _fold_late(optimizer, wrapped) -> None:
+    """Live weights are folded when the step is over, and with it the gathering of parameters."""
+    engine, step = _engine(optimizer), optimizer.step_with_ready_grads
+    write = engine.write
+
+    def step_then_fold():
+        members, engine.write = [], lambda member: members.append(member)
+        engine.require_written = lambda: None
+        success = step()
+        engine.write = write
+        for member in members:
+            write(member)
+        return success
+
+    optimizer.step_with_ready_grads = step_then_fold
+
+
 def _drop_reduction(optimizer, wrapped) -> None:
     """Vectors get the gradient of this rank's rows and shards alone."""
     for one in _engine(optimizer).sets:
@@ -119,6 +153,8 @@ FAULTS = {
     "load-weights-alone": _load_weights_alone,
     "leave-one-out": _leave_one_out,
     "fold-twice": _fold_twice,
+    "scale-vectors": _scale_vectors,
+    "fold-late": _fold_late,
     "drop-reduction": _drop_reduction,
     "wrong-kernels": _wrong_kernels,
     "forget-to-write": _forget_to_write,
