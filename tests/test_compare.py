@@ -99,6 +99,24 @@ def test_terminal_loss_is_the_mean_of_the_last_twentieth():
     assert terminal_loss(run, "training") == pytest.approx(19.5)
 
 
+def test_the_note_says_how_many_losses_the_one_at_the_end_is_made_of():
+    every = synthetic("stock", 0, curve(TOKENS))
+    steps = numpy.arange(50, 801, 50)
+    few = Run("hg", "few.jsonl", steps, curve(steps * 1000.0), steps * 1000.0, seed=0)
+    assert terminal_loss(few, "training") == few.losses[-1], "steps 761 to 800"
+    [note] = [note for note in compare([every, few]).notes if "at the end are" in note]
+    assert note.endswith("last twentieth of a run's steps. few.jsonl has 1 there for 40 steps.")
+    other = synthetic("hg", 0, curve(TOKENS))
+    [note] = [note for note in compare([every, other]).notes if "at the end are" in note]
+    assert note.endswith("last twentieth of a run's steps.")
+
+
+@pytest.mark.parametrize("level", [0.4, 0.9999999, float("nan")])
+def test_levels_that_the_resamples_cannot_tell_are_refused(level):
+    with pytest.raises(ScaleVecError, match="must be from 0.5 to 0.999"):
+        bootstrap_interval([1.0, 2.0], level=level)
+
+
 @pytest.mark.parametrize("count, paired", [(2, True), (3, True), (5, True), (3, False), (5, False)])
 def test_intervals_hold_the_truth_as_often_as_they_say(count, paired):
     generator = numpy.random.default_rng(count)
@@ -150,6 +168,34 @@ def test_seeds_are_paired_where_they_are_the_same():
     assert terminal_gap(stock, other).paired
     unpaired = terminal_gap(stock, without)
     assert not unpaired.paired and unpaired.mean == pytest.approx(terminal_gap(stock, other).mean)
+    assert (unpaired.count, unpaired.against) == (3, 3)
+
+
+def test_the_notes_say_what_a_difference_rests_on():
+    generator = numpy.random.default_rng(3)
+    stock, other = (seeds_of(label, 3, generator=generator) for label in ("stock", "other"))
+
+    def said(*runs):
+        return [note for note in compare(runs).notes if "other" in note]
+
+    assert said(*stock, *other) == []
+    assert said(*stock, *other[:2]) == [
+        "The difference of other to stock, and its token ratio, rest on the 2 seeds that both have, of 3 of "
+        "stock."
+    ]
+    without = [synthetic("other", seed, run.losses) for seed, run in zip((0, 8), other)]
+    assert said(*stock, *without) == [
+        "other and stock are compared by their means, not seed by seed: their seeds are not the same."
+    ]
+    silent = synthetic("other", None, other[0].losses)
+    assert said(*stock, silent)[0].endswith("other-None does not say its seed.")
+
+
+def test_a_loss_that_was_there_at_step_0_has_no_token_ratio():
+    steps = numpy.arange(3)
+    stock = Run("stock", "a", steps, numpy.array([3.0, 3.5, 3.2]), steps * 10.0, seed=0)
+    other = Run("other", "b", steps, numpy.array([3.0, 2.5, 3.4]), steps * 10.0, seed=0)
+    assert compare([stock, other]).rows[1].token_ratio is None
 
 
 @pytest.mark.parametrize("speed", [1.0, 1.4, 1 / 1.4])
@@ -198,8 +244,38 @@ GAPS = {
     ),
     "touches zero": (
         Interval(-0.02, -0.04, 0.0, 3),
-        "new: no difference from stock is shown; the loss may be up to 0.0400 lower or 0.0000 higher (3 "
-        "seeds, 95% interval).",
+        "new: no difference from stock is shown; the loss may be up to 0.0400 lower (3 seeds, 95% interval).",
+    ),
+    "hardly above zero": (
+        Interval(-0.02, -0.04, 1e-6, 3, level=0.999),
+        "new: no difference from stock is shown; the loss may be up to 0.0400 lower or 0.0001 higher (3 "
+        "seeds, 99.9% interval).",
+    ),
+    "near zero": (
+        Interval(0.02, 1e-6, 0.04, 3, level=0.975),
+        "new ended above stock, by less than 0.0001 to 0.0400 (3 seeds, 97.5% interval).",
+    ),
+    "equal": (
+        Interval(0.0, 0.0, 0.0, 3),
+        "new: no difference from stock is shown; all ended at the same loss (3 seeds, 95% interval).",
+    ),
+    "no width": (Interval(0.02, 0.02, 0.02, 2), "new ended above stock, by 0.0200 (2 seeds, 95% interval)."),
+    "not paired": (
+        Interval(-0.02, -0.03, -0.01, 3, against=5),
+        "new ended below stock, by 0.0100 to 0.0300 (3 seeds against 5, not paired, 95% interval).",
+    ),
+    "one seed, equal": (
+        Interval(0.0, None, None, 1),
+        "new ended at the same loss as stock with one seed, which says nothing about chance.",
+    ),
+    "one seed, nearly equal": (
+        Interval(1e-6, None, None, 1, against=1),
+        "new ended less than 0.0001 above stock with one seed, which says nothing about chance.",
+    ),
+    "one seed of stock": (
+        Interval(-0.02, None, None, 3, against=1),
+        "new ended 0.0200 below stock with 3 seeds against 1, one of them alone, which says nothing about "
+        "chance.",
     ),
     "one seed": (
         Interval(-0.02, None, None, 1),

@@ -609,6 +609,13 @@ def test_report_of_stock_alone():
     assert "1.6000" in _shown(report)
 
 
+def test_the_end_of_a_run_is_the_last_twentieth_of_its_steps():
+    assert reports.tail({step: float(step) for step in range(1, 101)}) == [96, 97, 98, 99, 100]
+    assert reports.tail({step: float(step) for step in (1, *range(10, 201, 10))}) == [200], "one at least"
+    assert reports.tail({step: float(step) for step in (1, *range(10, 401, 10))}) == [390, 400]
+    assert reports.tail({0: 3.0}) == [3.0] and reports.tail_mean({}) is None
+
+
 def test_report_is_strict_json(tmp_path):
     report = _report("stock,hg", "1")
     report["runs"][0]["training"][0]["loss"] = float("nan")
