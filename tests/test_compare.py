@@ -19,6 +19,7 @@ from megatron_scalevec.compare import (
     Run,
     bootstrap_interval,
     compare,
+    draw,
     read_run,
     read_runs,
     render,
@@ -574,6 +575,12 @@ BAD = [
     (["hg.log", "inf.jsonl"], "inf.jsonl diverged at step 7"),
     (["stock.log", "hg.log", "--baseline", "dp"], "no run is called 'dp'"),
     (["stock.log", "hg.log", "--confidence", "20"], "--confidence 20"),
+    (["stock.log", "hg.log", "--confidence", "99.99999"], "--confidence 99.99999 must be a percentage"),
+    (["stock.log", "hg.log", "--confidence", "nan"], "--confidence nan"),
+    (["a=plain.log", "a=later.log", "b=hg.log"], "share no step"),
+    (["hg.log", "validated.jsonl"], "validated.jsonl diverged at step 1"),
+    (["stock.log", "hg.log", "--png", "/dev/null"], "/dev/null cannot be written"),
+    (["stock.log", "hg.log", "--png", "a.png", "--html", "a" * 300], "nothing was written: "),
     (["stock.log", "hg.log", "--seq-length", "0"], "--seq-length 0"),
     (["stock.log", "hg.log", "--png", "absent/loss.png"], "cannot be written"),
     (["stock.log", "a=hg.log", "--json", "./hg.log"], "hg.log cannot be written: it is the run hg.log"),
@@ -585,12 +592,14 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("argv, message", BAD, ids=[" ".join(argv) for argv, _ in BAD])
+@pytest.mark.parametrize("argv, message", BAD, ids=[" ".join(argv)[:60] for argv, _ in BAD])
 def test_bad_input_is_refused(tmp_path, monkeypatch, capsys, argv, message):
     monkeypatch.chdir(tmp_path)
     write_log(tmp_path / "stock.log", "stock", 1, [4.0, 3.0])
     write_log(tmp_path / "hg.log", "hg", 1, [4.0, 2.9])
     (tmp_path / "plain.log").write_text(ITERATION.format(step=1, ms=1, loss=2.0) + "\n")
+    (tmp_path / "later.log").write_text(ITERATION.format(step=2, ms=1, loss=1.9) + "\n")
+    (tmp_path / "validated.jsonl").write_text('{"step": 1, "validation_loss": NaN}\n{"step": 2, "loss": 1}\n')
     (tmp_path / "copy.log").write_text((tmp_path / "plain.log").read_text())
     write_log(tmp_path / "nan.log", "stock", 1, [4.0, float("nan"), 3.0])
     write_log(tmp_path / "late.log", "stock", 1, [4.0, 3.0])
@@ -671,4 +680,77 @@ def test_pictures_of_runs_that_differ_in_everything(tmp_path):
     assert comparison.by == "training"
     assert any("of unequal training" in note for note in comparison.notes)
     render(comparison, png=tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Figures in the order in which they were drawn."""
+    from matplotlib.figure import Figure
+
+    figures = []
+    keep = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **more: (figures.append(self), keep(self, *a, **more))
+    )
+    return figures
+
+
+def test_names_stand_in_the_picture_as_they_are(drawn):
+    """matplotlib takes text between dollars for mathematics, and hides what begins with _."""
+    names = ["_stock", "lr=$\\frac$", "a" * 100]
+    runs = [synthetic(name, 0, curve(TOKENS), final_validation=2.0) for name in names]
+    draw(compare(runs).groups, names[0], title="$\\x$_")
+    [figure] = drawn
+    axis = figure.axes[0]
+    shown = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert (
+        shown[:3] == ["_stock, training", "_stock, validation", "lr=$\\frac$, training"] and len(shown) == 6
+    )
+    assert all(len(text) < 60 for text in shown) and axis.get_title(loc="left") == "$\\x$_"
+    texts = [*axis.get_legend().get_texts(), axis._left_title, *(a.yaxis.label for a in figure.axes)]
+    assert not any(text.get_parse_math() for text in texts if "$" in text.get_text())
+
+
+def test_differences_in_the_picture_are_between_the_pairs_of_the_table(drawn):
+    generator = numpy.random.default_rng(3)
+    stock, other = (seeds_of(label, 3, spread=1.0, generator=generator) for label in ("stock", "other"))
+    comparison = compare([*stock[:2], *other])
+    draw(comparison.groups, "stock", title="")
+    curves = drawn[0].axes[-1].lines[1].get_ydata()
+    paired = [smooth(other[seed].losses) - smooth(stock[seed].losses) for seed in (0, 1)]
+    assert comparison.rows[1].gap.paired and curves == pytest.approx(numpy.mean(paired, 0))
+
+
+def test_names_are_written_as_what_can_be_seen(tmp_path, capsys):
+    """A file's name may hold bytes that are no text, and a log what drives a terminal."""
+    write_log(tmp_path / "a.log", "stock", 1, [4.0, 3.0])
+    write_log(tmp_path / os.fsdecode(b"b\xff\n.log"), "\x1b[2J", 1, [4.0, 2.5])
+    write_log(tmp_path / os.fsdecode(b"c\xff.log"), "None", 1, [4.0, 2.5])
+    inputs = [str(path) for path in sorted(tmp_path.glob("*.log"))]
+    outputs = [f"--{kind}={tmp_path / kind}" for kind in ("png", "html", "json")]
+    assert main(["compare", *inputs, *outputs, "--title", "\udcff\n"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    labels = [row["label"] for row in json.loads((tmp_path / "json").read_text())["rows"]]
+    assert (
+        labels == ["stock", "\\x1b[2J", "c\\udcff"]
+        and "<h1>\\udcff\\n</h1>" in (tmp_path / "html").read_text()
+    )
+
+
+def test_runs_of_different_stretches_are_drawn_where_they_have_steps(drawn):
+    early = synthetic("stock", 0, curve(TOKENS[:100]), tokens=None)
+    late = Run("late", "late", numpy.arange(500, 600), curve(TOKENS[500:600]), seed=0)
+    overlapping = Run("late", "other", numpy.arange(550, 600), curve(TOKENS[550:600]) + 0.1, seed=1)
+    draw(compare([early, late, overlapping]).groups, "stock", title="")
+    top, bottom = drawn[0].axes
+    assert top.lines[1].get_xdata()[0] == 545 and len(bottom.lines[1].get_xdata()) == 0
+
+
+def test_a_single_step_is_drawn(tmp_path):
+    runs = [
+        synthetic(label, 0, numpy.array([3.0]), tokens=numpy.array([tokens]))
+        for label, tokens in (("a", 0.0), ("b", 5.0))
+    ]
+    render(compare(runs), png=tmp_path / "loss.png")
     assert (tmp_path / "loss.png").stat().st_size > 10_000

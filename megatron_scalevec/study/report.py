@@ -10,12 +10,14 @@ from typing import Any
 
 from megatron_scalevec.compare.comparison import token_ratio_of
 from megatron_scalevec.compare.picture import draw
-from megatron_scalevec.compare.reading import Run, study_run
+from megatron_scalevec.compare.reading import study_run
 from megatron_scalevec.compare.rendering import shown
+from megatron_scalevec.compare.run import Run
 from megatron_scalevec.compare.statistics import LEVEL, Interval, bootstrap_interval, terminal_gap
 from megatron_scalevec.compare.verdict import chance_note, verdict
-from megatron_scalevec.demo.report import write_report
+from megatron_scalevec.demo.report import as_json
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.files import write_files
 from megatron_scalevec.study.arms import Arm
 from megatron_scalevec.study.options import BASELINE, OPTIMIZERS, Options
 from megatron_scalevec.study.plan import Cell, Job, Tuning, cells, tuning_of
@@ -352,6 +354,7 @@ def write_study_report(store: Store) -> dict[str, Any]:
     collected = _collect(options, store)
     report = _report(options, known, collected)
     pictures = {}
+    written: dict[Path, str | bytes] = {}
     for optimizer in options.optimizers:
         groups = {
             found.cell.arm.label: list(found.runs)
@@ -364,9 +367,9 @@ def write_study_report(store: Store) -> dict[str, Any]:
             title = (
                 f"{OPTIMIZERS[optimizer]}, learning rates tuned, {options.steps} steps, up to {seeds} seeds"
             )
-            draw(groups, BASELINE, store.folder / name, title=title, token="byte")
+            written[store.folder / name] = draw(groups, BASELINE, title=title, token="byte")
             pictures[optimizer] = name
-    write_report(report, store.folder / "report.json")
-    page = "# Study\n\n" + markdown(report, pictures)
-    Path(store.folder / "report.md").write_text(page, encoding="utf-8")
+    written[store.folder / "report.json"] = as_json(report)
+    written[store.folder / "report.md"] = "# Study\n\n" + markdown(report, pictures)
+    write_files(written)
     return report
