@@ -19,6 +19,7 @@ from megatron_scalevec.compare import (
     Run,
     bootstrap_interval,
     compare,
+    draw,
     read_run,
     read_runs,
     render,
@@ -99,6 +100,24 @@ def test_terminal_loss_is_the_mean_of_the_last_twentieth():
     assert terminal_loss(run, "training") == pytest.approx(19.5)
 
 
+def test_the_note_says_how_many_losses_the_one_at_the_end_is_made_of():
+    every = synthetic("stock", 0, curve(TOKENS))
+    steps = numpy.arange(50, 801, 50)
+    few = Run("hg", "few.jsonl", steps, curve(steps * 1000.0), steps * 1000.0, seed=0)
+    assert terminal_loss(few, "training") == few.losses[-1], "steps 761 to 800"
+    [note] = [note for note in compare([every, few]).notes if "at the end are" in note]
+    assert note.endswith("last twentieth of a run's steps. few.jsonl has 1 there for 40 steps.")
+    other = synthetic("hg", 0, curve(TOKENS))
+    [note] = [note for note in compare([every, other]).notes if "at the end are" in note]
+    assert note.endswith("last twentieth of a run's steps.")
+
+
+@pytest.mark.parametrize("level", [0.4, 0.9999999, float("nan")])
+def test_levels_that_the_resamples_cannot_tell_are_refused(level):
+    with pytest.raises(ScaleVecError, match="must be from 0.5 to 0.999"):
+        bootstrap_interval([1.0, 2.0], level=level)
+
+
 @pytest.mark.parametrize("count, paired", [(2, True), (3, True), (5, True), (3, False), (5, False)])
 def test_intervals_hold_the_truth_as_often_as_they_say(count, paired):
     generator = numpy.random.default_rng(count)
@@ -150,6 +169,34 @@ def test_seeds_are_paired_where_they_are_the_same():
     assert terminal_gap(stock, other).paired
     unpaired = terminal_gap(stock, without)
     assert not unpaired.paired and unpaired.mean == pytest.approx(terminal_gap(stock, other).mean)
+    assert (unpaired.count, unpaired.against) == (3, 3)
+
+
+def test_the_notes_say_what_a_difference_rests_on():
+    generator = numpy.random.default_rng(3)
+    stock, other = (seeds_of(label, 3, generator=generator) for label in ("stock", "other"))
+
+    def said(*runs):
+        return [note for note in compare(runs).notes if "other" in note]
+
+    assert said(*stock, *other) == []
+    assert said(*stock, *other[:2]) == [
+        "The difference of other to stock, and its token ratio, rest on the 2 seeds that both have, of 3 of "
+        "stock."
+    ]
+    without = [synthetic("other", seed, run.losses) for seed, run in zip((0, 8), other)]
+    assert said(*stock, *without) == [
+        "other and stock are compared by their means, not seed by seed: their seeds are not the same."
+    ]
+    silent = synthetic("other", None, other[0].losses)
+    assert said(*stock, silent)[0].endswith("other-None does not say its seed.")
+
+
+def test_a_loss_that_was_there_at_step_0_has_no_token_ratio():
+    steps = numpy.arange(3)
+    stock = Run("stock", "a", steps, numpy.array([3.0, 3.5, 3.2]), steps * 10.0, seed=0)
+    other = Run("other", "b", steps, numpy.array([3.0, 2.5, 3.4]), steps * 10.0, seed=0)
+    assert compare([stock, other]).rows[1].token_ratio is None
 
 
 @pytest.mark.parametrize("speed", [1.0, 1.4, 1 / 1.4])
@@ -198,8 +245,38 @@ GAPS = {
     ),
     "touches zero": (
         Interval(-0.02, -0.04, 0.0, 3),
-        "new: no difference from stock is shown; the loss may be up to 0.0400 lower or 0.0000 higher (3 "
-        "seeds, 95% interval).",
+        "new: no difference from stock is shown; the loss may be up to 0.0400 lower (3 seeds, 95% interval).",
+    ),
+    "hardly above zero": (
+        Interval(-0.02, -0.04, 1e-6, 3, level=0.999),
+        "new: no difference from stock is shown; the loss may be up to 0.0400 lower or 0.0001 higher (3 "
+        "seeds, 99.9% interval).",
+    ),
+    "near zero": (
+        Interval(0.02, 1e-6, 0.04, 3, level=0.975),
+        "new ended above stock, by less than 0.0001 to 0.0400 (3 seeds, 97.5% interval).",
+    ),
+    "equal": (
+        Interval(0.0, 0.0, 0.0, 3),
+        "new: no difference from stock is shown; all ended at the same loss (3 seeds, 95% interval).",
+    ),
+    "no width": (Interval(0.02, 0.02, 0.02, 2), "new ended above stock, by 0.0200 (2 seeds, 95% interval)."),
+    "not paired": (
+        Interval(-0.02, -0.03, -0.01, 3, against=5),
+        "new ended below stock, by 0.0100 to 0.0300 (3 seeds against 5, not paired, 95% interval).",
+    ),
+    "one seed, equal": (
+        Interval(0.0, None, None, 1),
+        "new ended at the same loss as stock with one seed, which says nothing about chance.",
+    ),
+    "one seed, nearly equal": (
+        Interval(1e-6, None, None, 1, against=1),
+        "new ended less than 0.0001 above stock with one seed, which says nothing about chance.",
+    ),
+    "one seed of stock": (
+        Interval(-0.02, None, None, 3, against=1),
+        "new ended 0.0200 below stock with 3 seeds against 1, one of them alone, which says nothing about "
+        "chance.",
     ),
     "one seed": (
         Interval(-0.02, None, None, 1),
@@ -498,6 +575,12 @@ BAD = [
     (["hg.log", "inf.jsonl"], "inf.jsonl diverged at step 7"),
     (["stock.log", "hg.log", "--baseline", "dp"], "no run is called 'dp'"),
     (["stock.log", "hg.log", "--confidence", "20"], "--confidence 20"),
+    (["stock.log", "hg.log", "--confidence", "99.99999"], "--confidence 99.99999 must be a percentage"),
+    (["stock.log", "hg.log", "--confidence", "nan"], "--confidence nan"),
+    (["a=plain.log", "a=later.log", "b=hg.log"], "share no step"),
+    (["hg.log", "validated.jsonl"], "validated.jsonl diverged at step 1"),
+    (["stock.log", "hg.log", "--png", "/dev/null"], "/dev/null cannot be written"),
+    (["stock.log", "hg.log", "--png", "a.png", "--html", "a" * 300], "nothing was written: "),
     (["stock.log", "hg.log", "--seq-length", "0"], "--seq-length 0"),
     (["stock.log", "hg.log", "--png", "absent/loss.png"], "cannot be written"),
     (["stock.log", "a=hg.log", "--json", "./hg.log"], "hg.log cannot be written: it is the run hg.log"),
@@ -509,12 +592,14 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("argv, message", BAD, ids=[" ".join(argv) for argv, _ in BAD])
+@pytest.mark.parametrize("argv, message", BAD, ids=[" ".join(argv)[:60] for argv, _ in BAD])
 def test_bad_input_is_refused(tmp_path, monkeypatch, capsys, argv, message):
     monkeypatch.chdir(tmp_path)
     write_log(tmp_path / "stock.log", "stock", 1, [4.0, 3.0])
     write_log(tmp_path / "hg.log", "hg", 1, [4.0, 2.9])
     (tmp_path / "plain.log").write_text(ITERATION.format(step=1, ms=1, loss=2.0) + "\n")
+    (tmp_path / "later.log").write_text(ITERATION.format(step=2, ms=1, loss=1.9) + "\n")
+    (tmp_path / "validated.jsonl").write_text('{"step": 1, "validation_loss": NaN}\n{"step": 2, "loss": 1}\n')
     (tmp_path / "copy.log").write_text((tmp_path / "plain.log").read_text())
     write_log(tmp_path / "nan.log", "stock", 1, [4.0, float("nan"), 3.0])
     write_log(tmp_path / "late.log", "stock", 1, [4.0, 3.0])
@@ -595,4 +680,77 @@ def test_pictures_of_runs_that_differ_in_everything(tmp_path):
     assert comparison.by == "training"
     assert any("of unequal training" in note for note in comparison.notes)
     render(comparison, png=tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Figures in the order in which they were drawn."""
+    from matplotlib.figure import Figure
+
+    figures = []
+    keep = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **more: (figures.append(self), keep(self, *a, **more))
+    )
+    return figures
+
+
+def test_names_stand_in_the_picture_as_they_are(drawn):
+    """matplotlib takes text between dollars for mathematics, and hides what begins with _."""
+    names = ["_stock", "lr=$\\frac$", "a" * 100]
+    runs = [synthetic(name, 0, curve(TOKENS), final_validation=2.0) for name in names]
+    draw(compare(runs).groups, names[0], title="$\\x$_")
+    [figure] = drawn
+    axis = figure.axes[0]
+    shown = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert (
+        shown[:3] == ["_stock, training", "_stock, validation", "lr=$\\frac$, training"] and len(shown) == 6
+    )
+    assert all(len(text) < 60 for text in shown) and axis.get_title(loc="left") == "$\\x$_"
+    texts = [*axis.get_legend().get_texts(), axis._left_title, *(a.yaxis.label for a in figure.axes)]
+    assert not any(text.get_parse_math() for text in texts if "$" in text.get_text())
+
+
+def test_differences_in_the_picture_are_between_the_pairs_of_the_table(drawn):
+    generator = numpy.random.default_rng(3)
+    stock, other = (seeds_of(label, 3, spread=1.0, generator=generator) for label in ("stock", "other"))
+    comparison = compare([*stock[:2], *other])
+    draw(comparison.groups, "stock", title="")
+    curves = drawn[0].axes[-1].lines[1].get_ydata()
+    paired = [smooth(other[seed].losses) - smooth(stock[seed].losses) for seed in (0, 1)]
+    assert comparison.rows[1].gap.paired and curves == pytest.approx(numpy.mean(paired, 0))
+
+
+def test_names_are_written_as_what_can_be_seen(tmp_path, capsys):
+    """A file's name may hold bytes that are no text, and a log what drives a terminal."""
+    write_log(tmp_path / "a.log", "stock", 1, [4.0, 3.0])
+    write_log(tmp_path / os.fsdecode(b"b\xff\n.log"), "\x1b[2J", 1, [4.0, 2.5])
+    write_log(tmp_path / os.fsdecode(b"c\xff.log"), "None", 1, [4.0, 2.5])
+    inputs = [str(path) for path in sorted(tmp_path.glob("*.log"))]
+    outputs = [f"--{kind}={tmp_path / kind}" for kind in ("png", "html", "json")]
+    assert main(["compare", *inputs, *outputs, "--title", "\udcff\n"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    labels = [row["label"] for row in json.loads((tmp_path / "json").read_text())["rows"]]
+    assert (
+        labels == ["stock", "\\x1b[2J", "c\\udcff"]
+        and "<h1>\\udcff\\n</h1>" in (tmp_path / "html").read_text()
+    )
+
+
+def test_runs_of_different_stretches_are_drawn_where_they_have_steps(drawn):
+    early = synthetic("stock", 0, curve(TOKENS[:100]), tokens=None)
+    late = Run("late", "late", numpy.arange(500, 600), curve(TOKENS[500:600]), seed=0)
+    overlapping = Run("late", "other", numpy.arange(550, 600), curve(TOKENS[550:600]) + 0.1, seed=1)
+    draw(compare([early, late, overlapping]).groups, "stock", title="")
+    top, bottom = drawn[0].axes
+    assert top.lines[1].get_xdata()[0] == 545 and len(bottom.lines[1].get_xdata()) == 0
+
+
+def test_a_single_step_is_drawn(tmp_path):
+    runs = [
+        synthetic(label, 0, numpy.array([3.0]), tokens=numpy.array([tokens]))
+        for label, tokens in (("a", 0.0), ("b", 5.0))
+    ]
+    render(compare(runs), png=tmp_path / "loss.png")
     assert (tmp_path / "loss.png").stat().st_size > 10_000

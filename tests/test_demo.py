@@ -615,6 +615,13 @@ def test_report_of_stock_alone():
     assert "1.6000" in _shown(report)
 
 
+def test_the_end_of_a_run_is_the_last_twentieth_of_its_steps():
+    assert reports.tail({step: float(step) for step in range(1, 101)}) == [96, 97, 98, 99, 100]
+    assert reports.tail({step: float(step) for step in (1, *range(10, 201, 10))}) == [200], "one at least"
+    assert reports.tail({step: float(step) for step in (1, *range(10, 401, 10))}) == [390, 400]
+    assert reports.tail({0: 3.0}) == [3.0] and reports.tail_mean({}) is None
+
+
 def test_report_is_strict_json(tmp_path):
     report = _report("stock,hg", "1")
     report["runs"][0]["training"][0]["loss"] = float("nan")
@@ -623,13 +630,12 @@ def test_report_is_strict_json(tmp_path):
 
 
 @pytest.mark.parametrize("strategies, seeds", [("stock,hg", "1"), ("stock,hg", "2"), ("stock", "1")])
-def test_picture(tmp_path, strategies, seeds):
+def test_picture(strategies, seeds):
     pytest.importorskip("matplotlib")
     from megatron_scalevec.demo.picture import draw
 
-    path = tmp_path / "loss.png"
-    draw(_report(strategies, seeds), path)
-    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+    picture = draw(_report(strategies, seeds))
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
 
 
 # --- the whole ------------------------------------------------------------------------------------

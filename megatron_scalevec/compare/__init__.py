@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from megatron_scalevec.compare.comparison import Comparison, Row, compare
 from megatron_scalevec.compare.picture import draw
-from megatron_scalevec.compare.reading import Run, read_run, read_runs
+from megatron_scalevec.compare.reading import read_run, read_runs
 from megatron_scalevec.compare.rendering import render, table
+from megatron_scalevec.compare.run import Run
 from megatron_scalevec.compare.statistics import (
     Interval,
     bootstrap_interval,

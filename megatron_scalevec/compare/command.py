@@ -10,12 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_scalevec.compare.comparison import compare
-from megatron_scalevec.compare.reading import Run, read_runs
+from megatron_scalevec.compare.reading import read_runs
 from megatron_scalevec.compare.rendering import render, table
+from megatron_scalevec.compare.run import Run, visible
+from megatron_scalevec.compare.statistics import LEVELS
 from megatron_scalevec.demo.folder import REPORT
 from megatron_scalevec.demo.options import SentenceParser
 from megatron_scalevec.demo.process import quiet, require_matplotlib
-from megatron_scalevec.demo.report import write_report
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.study.store import DESCRIPTION
 
@@ -75,8 +76,11 @@ def run(argv: Sequence[str]) -> int:
         ScaleVecError: Something cannot be done as asked; nothing was written.
     """
     args = _parser().parse_args(list(argv))
-    if not 50 <= args.confidence < 100:
-        raise ScaleVecError(f"--confidence {args.confidence:g} must be a percentage from 50 to below 100.")
+    lowest, highest = (100 * level for level in LEVELS)
+    if not lowest <= args.confidence <= highest:
+        raise ScaleVecError(
+            f"--confidence {args.confidence:.10g} must be a percentage from {lowest:g} to {highest:g}."
+        )
     if args.seq_length is not None and args.seq_length < 1:
         raise ScaleVecError(f"--seq-length {args.seq_length} must be at least 1.")
     outputs = [path for path in (args.png, args.html, args.json) if path is not None]
@@ -98,12 +102,9 @@ def run(argv: Sequence[str]) -> int:
     for note in comparison.notes:
         console.print(note, markup=False, soft_wrap=True)
     try:
-        if args.png or args.html:
-            render(comparison, png=args.png, page=args.html, title=args.title)
-        if args.json:
-            write_report(comparison.record(), args.json)
+        render(comparison, png=args.png, page=args.html, figures=args.json, title=visible(args.title))
     except OSError as error:
-        raise ScaleVecError(f"not written: {error}.") from None
+        raise ScaleVecError(f"nothing was written: {error}.") from None
     return 0
 
 
@@ -117,7 +118,7 @@ def _named(text: str) -> tuple[str | None, str]:
     if not os.path.exists(text):
         for index in (index for index, sign in enumerate(text) if sign == "=" and index):
             if os.path.exists(text[index + 1 :]):
-                return text[:index], text[index + 1 :]
+                return text[:index].strip() or None, text[index + 1 :]
     return None, text
 
 
@@ -135,5 +136,6 @@ def _require_apart(outputs: Sequence[Path], inputs: Sequence[str]) -> None:
 
 
 def _require_writable(path: Path) -> None:
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    taken = os.path.exists(path) and not os.path.isfile(path)
+    if taken or not os.path.isdir(os.path.dirname(os.path.abspath(path))):
         raise ScaleVecError(f"{path} cannot be written: give a file in a folder that exists.")

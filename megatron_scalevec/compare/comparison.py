@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy
@@ -24,6 +23,7 @@ from megatron_scalevec.compare.statistics import (
     token_ratio,
 )
 from megatron_scalevec.compare.verdict import chance_note, verdict
+from megatron_scalevec.demo.report import tail, tail_steps
 from megatron_scalevec.errors import ScaleVecError
 
 __all__ = ["Comparison", "Row", "compare", "token_ratio_of"]
@@ -68,7 +68,7 @@ class Comparison:
             "kind": "scalevec comparison",
             "baseline": self.baseline,
             "terminal_loss": self.by,
-            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "rows": [asdict(row) for row in self.rows],
             "runs": [
                 {
                     "label": run.label,
@@ -92,7 +92,7 @@ def compare(
         runs: Two at least; those of one label are seeds of the same thing.
         baseline: The label to compare with; None takes ``stock`` if it is there, else the first.
         by: ``validation`` or ``training``; None takes validation losses where all runs have one.
-        level: Share of intervals that are to hold the truth.
+        level: Share of intervals that are to hold the truth, from 0.5 to 0.999.
 
     Raises:
         ScaleVecError: There is nothing to compare, or runs of one label cannot be told apart.
@@ -183,19 +183,21 @@ def _row(label: str, groups: dict[str, list[Run]], baseline: str, by: str, level
     )
 
 
-def token_ratio_of(baseline: Sequence[Run], other: Sequence[Run], level: float) -> Interval:
+def token_ratio_of(baseline: Sequence[Run], other: Sequence[Run], level: float) -> Interval | None:
     """The geometric mean of :func:`token_ratio` over seeds: of the same seed where there are such runs,
-    else of every run with every other, without an interval."""
+    else of every run with every other, without an interval. None where a run was there at step 0."""
     paired = pairs(baseline, other)
     matched = paired or [(theirs, mine) for theirs in baseline for mine in other]
-    logs = [math.log(token_ratio(theirs, mine)) for theirs, mine in matched]
+    ratios = [token_ratio(theirs, mine) for theirs, mine in matched]
+    if not all(map(math.isfinite, ratios)):
+        return None
+    logs = [math.log(ratio) for ratio in ratios]
     if paired is None:
-        return Interval(
-            math.exp(statistics.fmean(logs)), None, None, min(len(baseline), len(other)), level=level
-        )
+        mean = math.exp(statistics.fmean(logs))
+        return Interval(mean, None, None, len(other), level=level, against=len(baseline))
     found = bootstrap_interval(logs, level=level)
-    ends = [None if end is None else math.exp(end) for end in (found.low, found.high)]
-    return Interval(math.exp(found.mean), *ends, found.count, True, level)
+    low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
+    return replace(found, mean=math.exp(found.mean), low=low, high=high, paired=True)
 
 
 def _median(runs: Sequence[Run], name: str) -> float | None:
@@ -225,9 +227,43 @@ def _notes(groups: dict[str, list[Run]], rows: Sequence[Row], by: str, level: fl
             "losses at the end, and all that is said of them, are of unequal training."
         )
     if by == "training":
-        notes.append("Losses at the end are training losses: the mean over the last twentieth of the steps.")
+        notes.append(_terminal_note(runs))
+    notes += [note for label in groups if (note := _pairing_note(label, groups, rows[0].label))]
     if any(len(group) == 1 for group in groups.values()):
         notes.append("A single seed has no interval: how far another seed would end from it is not known.")
     if note := chance_note(sum(row.gap is not None and row.gap.known for row in rows), level):
         notes.append(note)
     return notes
+
+
+def _terminal_note(runs: Sequence[Run]) -> str:
+    """What the losses at the end are, and for a run that has few of them, of how many."""
+    said = "Losses at the end are training losses: the mean of those in the last twentieth of a run's steps."
+    found = []
+    for run in runs:
+        steps = tail_steps(int(run.steps[-1]))
+        count = len(tail(dict(zip(run.steps.tolist(), run.losses.tolist()))))
+        if count < steps:
+            found.append(f"{run.source} has {count} there for {steps} steps")
+    if found:
+        said += f" {found[0]}{', and others have not one for each step either' if found[1:] else ''}."
+    return said
+
+
+def _pairing_note(label: str, groups: dict[str, list[Run]], baseline: str) -> str:
+    """Which runs the difference of a group rests on, where that is not all of them seed by seed."""
+    mine, theirs = groups[label], groups[baseline]
+    if label == baseline:
+        return ""
+    paired = pairs(theirs, mine)
+    if paired is None:
+        silent = [run.source for run in (*mine, *theirs) if run.seed is None]
+        why = f"{silent[0]} does not say its seed" if silent else "their seeds are not the same"
+        return f"{label} and {baseline} are compared by their means, not seed by seed: {why}."
+    larger, runs = max(((label, mine), (baseline, theirs)), key=lambda one: len(one[1]))
+    if len(paired) == len(runs):
+        return ""
+    return (
+        f"The difference of {label} to {baseline}, and its token ratio, rest on the {len(paired)} seeds that "
+        f"both have, of {len(runs)} of {larger}."
+    )

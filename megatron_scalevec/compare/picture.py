@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy
 
-from megatron_scalevec.compare.reading import Run
-from megatron_scalevec.compare.statistics import smooth
+from megatron_scalevec.compare.run import Run, along, visible
+from megatron_scalevec.compare.statistics import pairs, smooth
 
 __all__ = ["draw"]
 
@@ -26,6 +26,9 @@ _MARKS = {
     "markeredgecolor": "white",
     "markeredgewidth": 0.6,
 }
+# Places that are apart by no more than this share of them count as one.
+_NEAR = 0.01
+_LONGEST_LABEL, _LONGEST_TITLE = 40, 140
 # A curve, and those of several seeds: places [n] and losses [seeds, n].
 _Curves = tuple[numpy.ndarray, numpy.ndarray]
 
@@ -33,21 +36,22 @@ _Curves = tuple[numpy.ndarray, numpy.ndarray]
 def draw(
     groups: Mapping[str, Sequence[Run]],
     baseline: str,
-    path: Path | Any,
     *,
     title: str,
     token: str = "token",
     with_time: bool = False,
-) -> None:
+) -> bytes:
     """Draw training curves (smoothed), validation points, and the differences to the baseline.
 
     Args:
         groups: Runs by label; those of a label differ in their seed.
         baseline: The label that the others are compared with.
-        path: Where to write a PNG; a path or a binary file.
         title: What stands above.
         token: What a token is called on the axes.
         with_time: Add the curves against time, where all runs say their times.
+
+    Returns:
+        A PNG.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -71,7 +75,8 @@ def draw(
     training, validation = _draw_losses(top, groups, colours, places)
     if others:
         _draw_differences(bottom, groups, baseline, colours, training, validation)
-        bottom.set_ylabel(f"difference to {baseline}\n(below 0 is better)")
+        named = _written(baseline, _LONGEST_LABEL)
+        bottom.set_ylabel(f"difference to {named}\n(below 0 is better)", parse_math=False)
     bottom.set_xlabel(axis_name)
     if with_time:
         longest = max(run.seconds[-1] for run in runs)
@@ -80,17 +85,40 @@ def draw(
             axes["time"],
             groups,
             colours,
-            lambda run, steps: numpy.interp(steps, run.steps, run.seconds) / unit,
+            lambda run, steps: _along(run, run.seconds, steps) / unit,
         )
         axes["time"].set_xlabel(f"time in training steps ({name})")
     top.set_ylabel(f"loss (nats per {token})")
-    top.legend(frameon=False, ncols=2 if len(groups) < 4 else 3)
-    top.set_title(title, fontsize=10, loc="left")
+    _name_curves(top, groups, validation)
+    top.set_title(_written(title, _LONGEST_TITLE), fontsize=10, loc="left", parse_math=False)
     for axis in axes.values():
         axis.grid(alpha=0.25, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
     figure.align_ylabels([top, bottom])
-    figure.savefig(path, format="png", metadata={"Software": None})
+    written = io.BytesIO()
+    figure.savefig(written, format="png", metadata={"Software": None})
+    return written.getvalue()
+
+
+def _written(text: str, most: int) -> str:
+    """A text that has room in a picture."""
+    seen = visible(text)
+    return seen if len(seen) <= most else f"{seen[: most // 2 - 1]}…{seen[-most // 2 :]}"
+
+
+def _name_curves(axis: Any, groups: Any, validation: Any) -> None:
+    """The legend. Names go in afterwards: matplotlib leaves out curves whose name begins with ``_``."""
+    kinds = {name: ["training", *(["validation"] if name in validation else [])] for name in groups}
+    legend = axis.legend(frameon=False, ncols=2 if len(groups) < 4 else 3)
+    names = [f"{_written(name, _LONGEST_LABEL)}, {kind}" for name in groups for kind in kinds[name]]
+    for text, name in zip(legend.get_texts(), names, strict=True):
+        text.set_parse_math(False)
+        text.set_text(name)
+
+
+def _along(run: Run, counts: numpy.ndarray, steps: Sequence[float]) -> numpy.ndarray:
+    found = along(steps, dict(zip(run.steps.tolist(), counts.tolist())))
+    return numpy.zeros(len(steps)) if found is None else found
 
 
 def _places(runs: Sequence[Run], token: str) -> tuple[Any, str]:
@@ -98,13 +126,10 @@ def _places(runs: Sequence[Run], token: str) -> tuple[Any, str]:
     if any(run.tokens is None for run in runs):
         return (lambda run, steps: numpy.asarray(steps, dtype=float)), "steps"
     most = max(run.tokens[-1] for run in runs)
-    unit, name = next(
-        (unit, name)
-        for unit, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand"), (1, ""))
-        if most >= unit / 10
-    )
+    units = ((1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
+    unit, name = next((one for one in units if most >= one[0] / 10), (1.0, ""))
     what = f"training text read ({' '.join(filter(None, (name, token)))}s)"
-    return (lambda run, steps: numpy.interp(steps, run.steps, run.tokens) / unit), what
+    return (lambda run, steps: _along(run, run.tokens, steps) / unit), what
 
 
 def _draw_losses(axis: Any, groups: Any, colours: Any, places: Any) -> tuple[Any, Any]:
@@ -116,10 +141,10 @@ def _draw_losses(axis: Any, groups: Any, colours: Any, places: Any) -> tuple[Any
         if all(_validation_points(run) for run in runs)
     }
     for name, colour in colours.items():
-        _draw(axis, training[name], f"{name}, training", colour, 1.4)
+        _draw(axis, training[name], "training", colour, 1.4)
         if name in validation:
             where, losses = validation[name]
-            axis.plot(where, losses.mean(0), color=colour, label=f"{name}, validation", **_MARKS)
+            axis.plot(where, losses.mean(0), color=colour, label="validation", **_MARKS)
     axis.set_ylim(*_limits(training, validation))
     return training, validation
 
@@ -168,28 +193,31 @@ def _validation(run: Run, places: Any) -> tuple[numpy.ndarray, numpy.ndarray]:
 
 
 def _together(curves: Sequence[tuple[numpy.ndarray, numpy.ndarray]]) -> _Curves:
-    """Curves of several seeds on the places of the one that ends first."""
+    """Curves of several seeds on the places of the one that ends first, from where all have begun."""
     where = min((where for where, _ in curves), key=lambda where: where[-1])
+    begun = where >= max(where[0] for where, _ in curves) * (1 - _NEAR)
+    where = where[begun] if begun.any() else where[-1:]
     return where, numpy.stack([numpy.interp(where, x, y) for x, y in curves])
 
 
 def _difference(groups: Any, curves: Mapping[str, _Curves], name: str, baseline: str) -> _Curves:
-    """A group minus the baseline, seed by seed where both have the same, else from its mean."""
+    """A group minus the baseline where both have curves: pair by pair, or from its mean, as :func:`pairs`
+    says."""
     where, losses = curves[name]
     there, theirs = curves[baseline]
-    shared = where <= there[-1] * (1 + 1e-9)
+    shared = (where >= there[0] * (1 - _NEAR)) & (where <= there[-1] * (1 + _NEAR))
     where, losses = where[shared], losses[:, shared]
     moved = numpy.stack([numpy.interp(where, there, row) for row in theirs])
-    rows = {run.seed: row for run, row in zip(groups[baseline], moved)}
-    mine = [run.seed for run in groups[name]]
-    if None in mine or not set(mine) <= set(rows):
+    paired = pairs(groups[baseline], groups[name])
+    if paired is None:
         return where, losses - moved.mean(0)
-    return where, losses - numpy.stack([rows[seed] for seed in mine])
+    rows = {**dict(zip(groups[baseline], moved)), **dict(zip(groups[name], losses))}
+    return where, numpy.stack([rows[mine] - rows[theirs] for theirs, mine in paired])
 
 
 def _shown(curves: _Curves, start: float) -> numpy.ndarray:
     where, losses = curves
-    return losses[:, where >= start * where[-1]]
+    return losses[:, where >= start * where.max(initial=0.0)]
 
 
 def _limits(training: Mapping[str, _Curves], validation: Mapping[str, _Curves]) -> tuple[float, float]:

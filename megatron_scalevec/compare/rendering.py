@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 from pathlib import Path
 
 from rich.markup import escape
@@ -13,6 +12,9 @@ from rich.table import Table
 from megatron_scalevec.compare.comparison import Comparison, Row
 from megatron_scalevec.compare.picture import draw
 from megatron_scalevec.compare.statistics import Interval
+from megatron_scalevec.compare.verdict import percent
+from megatron_scalevec.demo.report import as_json
+from megatron_scalevec.files import write_files
 
 __all__ = ["COLUMNS", "cells", "render", "table"]
 
@@ -50,7 +52,7 @@ def _columns(comparison: Comparison) -> list[str]:
 
 def _caption(comparison: Comparison) -> str:
     level = comparison.rows[0].terminal.level
-    return f"Loss in nats per token, by {comparison.by}; in brackets: {level:.0%} intervals over seeds"
+    return f"Loss in nats per token, by {comparison.by}; in brackets: {percent(level)} intervals over seeds"
 
 
 def table(comparison: Comparison) -> Table:
@@ -68,22 +70,29 @@ def render(
     *,
     png: str | Path | None = None,
     page: str | Path | None = None,
+    figures: str | Path | None = None,
     title: str = "Comparison",
 ) -> None:
-    """Write a picture, and a page that holds it and needs no other file.
+    """Write a picture, a page that holds it and needs no other file, and the figures: all of them or none.
 
     Args:
         comparison: What to show.
         png: Where to write the picture; None for nowhere.
         page: Where to write the HTML page; None for nowhere.
-        title: What stands above both.
+        figures: Where to write :meth:`.Comparison.record` as JSON; None for nowhere.
+        title: What stands above picture and page.
+
+    Raises:
+        OSError: Something cannot be written.
     """
-    drawn = io.BytesIO()
-    draw(comparison.groups, comparison.baseline, drawn, title=title, with_time=True)
-    if png is not None:
-        Path(png).write_bytes(drawn.getvalue())
-    if page is not None:
-        Path(page).write_text(_page(comparison, drawn.getvalue(), title), encoding="utf-8")
+    files: dict[str | Path, str | bytes] = {}
+    if png is not None or page is not None:
+        drawn = draw(comparison.groups, comparison.baseline, title=title, with_time=True)
+        files |= {} if png is None else {png: drawn}
+        files |= {} if page is None else {page: _page(comparison, drawn, title)}
+    if figures is not None:
+        files[figures] = as_json(comparison.record())
+    write_files(files)
 
 
 _STYLE = """

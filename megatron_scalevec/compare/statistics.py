@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy
 
-from megatron_scalevec.compare.reading import Run
+from megatron_scalevec.compare.run import Run
+from megatron_scalevec.demo.report import tail_mean
+from megatron_scalevec.errors import ScaleVecError
 
 __all__ = [
     "LEVEL",
+    "LEVELS",
     "Interval",
     "bootstrap_interval",
     "decreasing",
@@ -24,9 +27,10 @@ __all__ = [
 ]
 
 LEVEL = 0.95
+LEVELS = (0.5, 0.999)
+"""Lowest and highest: beyond, too few of the resamples are left to tell where an interval ends."""
 _DRAWS = 100_000
 _MOST_HALF_WIDTH = 25
-_TERMINAL_SHARE = 20
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,12 @@ class Interval:
     """None where there is one value: it says nothing about chance."""
     high: float | None
     count: int
-    """Values (pairs of runs, or runs) that it rests on."""
+    """Values that it rests on: pairs of runs, or runs of the group."""
     paired: bool = False
     """Whether runs of the same seed were compared with each other."""
     level: float = LEVEL
+    against: int | None = None
+    """Runs of the baseline, where its mean and the group's were compared."""
 
     @property
     def known(self) -> bool:
@@ -52,16 +58,16 @@ class Interval:
 def smooth(losses: numpy.ndarray) -> numpy.ndarray:
     """Centred moving average along the last axis; at both ends over what there is.
 
-    The window is a fortieth of the steps to each side, 25 steps at most.
+    The window is a fortieth of the values to each side, 25 at most.
     """
-    steps = losses.shape[-1]
-    half = min(_MOST_HALF_WIDTH, steps // 40)
+    count = losses.shape[-1]
+    half = min(_MOST_HALF_WIDTH, count // 40)
     if half == 0:
         return losses
     sums = numpy.cumsum(losses, axis=-1)
     sums = numpy.concatenate([numpy.zeros_like(sums[..., :1]), sums], axis=-1)
-    at = numpy.arange(steps)
-    low, high = numpy.maximum(at - half, 0), numpy.minimum(at + half + 1, steps)
+    at = numpy.arange(count)
+    low, high = numpy.maximum(at - half, 0), numpy.minimum(at + half + 1, count)
     return (sums[..., high] - sums[..., low]) / (high - low)
 
 
@@ -97,24 +103,31 @@ def bootstrap_interval(
     Args:
         values: One value for each seed.
         other: Values to subtract, not paired with the first; None for one mean.
-        level: Share of intervals that are to hold the truth.
+        level: Share of intervals that are to hold the truth, within :data:`LEVELS`.
         draws: Resamples.
+
+    Raises:
+        ScaleVecError: The level is beyond them.
     """
+    if not LEVELS[0] <= round(level, 9) <= LEVELS[1]:
+        raise ScaleVecError(
+            f"the level {level:g} of an interval must be from {LEVELS[0]:g} to {LEVELS[1]:g}."
+        )
     first = numpy.asarray(values, dtype=float)
     second = None if other is None else numpy.asarray(other, dtype=float)
     groups = [first] if second is None else [first, second]
     mean = float(first.mean() - (0.0 if second is None else second.mean()))
-    count = min(map(len, groups))
-    if count < 2:
-        return Interval(mean, None, None, count, level=level)
+    count, against = len(first), None if second is None else len(second)
+    if min(map(len, groups)) < 2:
+        return Interval(mean, None, None, count, level=level, against=against)
     spreads = [float(group.var(ddof=1) / len(group)) for group in groups]
     total = sum(spreads)
     if total == 0.0:
-        return Interval(mean, mean, mean, count, level=level)
+        return Interval(mean, mean, mean, count, level=level, against=against)
     # Only the shares matter, so that one mean needs the draws once for each number of seeds.
     shares = tuple(spread / total for spread in spreads)
     reach = _reach(tuple(map(len, groups)), shares, level, draws) * math.sqrt(total)
-    return Interval(mean, mean - reach, mean + reach, count, level=level)
+    return Interval(mean, mean - reach, mean + reach, count, level=level, against=against)
 
 
 @functools.lru_cache(maxsize=256)
@@ -137,10 +150,11 @@ def _reach(sizes: tuple[int, ...], shares: tuple[float, ...], level: float, draw
 
 
 def terminal_loss(run: Run, by: str) -> float:
-    """The loss that a run ended with: ``validation``, or the mean over the last twentieth of ``training``."""
+    """The loss that a run ended with: ``validation``, or of ``training`` the mean of those that it has within
+    the last twentieth of its steps."""
     if by == "validation":
         return run.final_validation
-    return float(run.losses[-max(1, len(run.losses) // _TERMINAL_SHARE) :].mean())
+    return tail_mean(dict(zip(run.steps.tolist(), run.losses.tolist())))
 
 
 def pairs(baseline: Sequence[Run], other: Sequence[Run]) -> list[tuple[Run, Run]] | None:
@@ -170,7 +184,7 @@ def terminal_gap(
         return bootstrap_interval(mine, theirs, level=level)
     differences = [terminal_loss(mine, by) - terminal_loss(theirs, by) for theirs, mine in paired]
     found = bootstrap_interval(differences, level=level)
-    return Interval(found.mean, found.low, found.high, found.count, True, level)
+    return replace(found, paired=True)
 
 
 def token_ratio(baseline: Run, other: Run) -> float:
@@ -178,13 +192,15 @@ def token_ratio(baseline: Run, other: Run) -> float:
 
     The loss is the higher of the two runs' last, smoothed; above one, ``other`` needs fewer. The lower run
     is read off the nearest curve that never rises, so that noise does not reach a loss early. Where tokens
-    are not known, steps stand for them.
+    are not known, steps stand for them. NaN where a run has that loss at step 0, before any.
     """
     by_steps = baseline.tokens is None or other.tokens is None
     (tokens, losses), (other_tokens, other_losses) = (_curve(run, by_steps) for run in (baseline, other))
     if losses[-1] >= other_losses[-1]:
-        return tokens[-1] / _first_at(losses[-1], other_tokens, other_losses)
-    return _first_at(other_losses[-1], tokens, losses) / other_tokens[-1]
+        mine, theirs = float(tokens[-1]), _first_at(losses[-1], other_tokens, other_losses)
+    else:
+        mine, theirs = _first_at(other_losses[-1], tokens, losses), float(other_tokens[-1])
+    return mine / theirs if min(mine, theirs) > 0 else math.nan
 
 
 def _curve(run: Run, by_steps: bool) -> tuple[numpy.ndarray, numpy.ndarray]:

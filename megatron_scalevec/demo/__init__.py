@@ -14,6 +14,7 @@ from megatron_scalevec.demo import options as _options
 from megatron_scalevec.demo.folder import REPORT, ResultFolder, check_place
 from megatron_scalevec.demo.process import quiet, required_versions
 from megatron_scalevec.demo.text import Corpus, read_corpus, write_dataset
+from megatron_scalevec.files import write_files
 from megatron_scalevec.lifetime import Stopped, stopped_by_signals
 
 if TYPE_CHECKING:
@@ -149,12 +150,11 @@ def _repeatable(command: Sequence[str], folder: Path, cache: Path) -> tuple[str,
 
 def _finish(report: dict[str, Any], folder: ResultFolder) -> None:
     from megatron_scalevec.demo.picture import draw
-    from megatron_scalevec.demo.report import write_report
+    from megatron_scalevec.demo.report import as_json
 
     with quiet():
-        draw(report, folder.path / _PICTURE)
-    # Last, because it is what tells a complete result.
-    write_report(report, folder.path / REPORT)
+        picture = draw(report)
+    write_files({folder.path / _PICTURE: picture, folder.path / REPORT: as_json(report)})
     folder.install()
 
 

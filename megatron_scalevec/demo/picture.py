@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from megatron_scalevec.compare.picture import draw as draw_runs
@@ -12,9 +11,9 @@ from megatron_scalevec.demo.options import BASELINE
 __all__ = ["draw"]
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw the training curves (smoothed), the validation points and the differences to stock."""
-    runs = demo_runs(report, str(path))
+def draw(report: dict[str, Any]) -> bytes:
+    """The training curves (smoothed), the validation points and the differences to stock, as a PNG."""
+    runs = demo_runs(report, "the report")
     groups = {
         entry["strategy"]: [run for run in runs if run.label == entry["strategy"]]
         for entry in report["summary"]
@@ -25,4 +24,4 @@ def draw(report: dict[str, Any], path: Path) -> None:
     seeds = report["summary"][0]["seeds"]
     if seeds > 1:
         title += f", mean of {seeds} seeds (band: lowest to highest)"
-    draw_runs(groups, BASELINE, path, title=title, token="byte")
+    return draw_runs(groups, BASELINE, title=title, token="byte")

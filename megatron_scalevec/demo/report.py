@@ -7,7 +7,7 @@ import json
 import math
 import platform
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ __all__ = [
     "median_step_time",
     "note",
     "table",
+    "tail",
     "tail_mean",
+    "tail_steps",
     "write_report",
 ]
 
@@ -147,7 +149,7 @@ def _run(
         "log": f"logs/{result.name}.log",
         "audit": None if audit is None else f"audits/{result.name}.json",
         "final_validation_loss": result.final_validation_loss,
-        "final_training_loss": tail_mean(result.training, options.steps),
+        "final_training_loss": tail_mean(result.training),
         "step_time_ms": {
             "median": median,
             "steps": max(0, len(result.step_times_ms) - dropped),
@@ -178,10 +180,25 @@ def median_step_time(times: dict[int, float]) -> tuple[float | None, int]:
     return (statistics.median(kept) if kept else None), dropped
 
 
-def tail_mean(losses: dict[int, float], steps: int) -> float | None:
-    """Mean of the last twentieth of ``steps`` losses."""
-    last = [losses[step] for step in sorted(losses)[-max(1, steps // 20) :]]
-    return statistics.fmean(last) if last else None
+def tail_steps(last: int) -> int:
+    """Steps that the end of a run is taken to be: a twentieth of all, one at least."""
+    return max(1, last // 20)
+
+
+def tail(losses: Mapping[int, float]) -> list[float]:
+    """The losses within the last :func:`tail_steps` of a run that may have one only now and then.
+
+    Args:
+        losses: By step.
+    """
+    last = max(losses, default=0)
+    return [losses[step] for step in sorted(losses) if step > last - tail_steps(last)]
+
+
+def tail_mean(losses: Mapping[int, float]) -> float | None:
+    """Mean of :func:`tail`, the loss that a run ended with; None where there is none."""
+    found = tail(losses)
+    return statistics.fmean(found) if found else None
 
 
 def _stock(results: Iterable[Result], options: Options) -> tuple[int | None, list[dict[str, Any]] | None]:

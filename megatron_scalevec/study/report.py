@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,8 +9,9 @@ from typing import Any
 
 from megatron_scalevec.compare.comparison import token_ratio_of
 from megatron_scalevec.compare.picture import draw
-from megatron_scalevec.compare.reading import Run, study_run
+from megatron_scalevec.compare.reading import study_run
 from megatron_scalevec.compare.rendering import shown
+from megatron_scalevec.compare.run import Run
 from megatron_scalevec.compare.statistics import LEVEL, Interval, bootstrap_interval, terminal_gap
 from megatron_scalevec.compare.verdict import chance_note, verdict
 from megatron_scalevec.demo.report import as_json
@@ -393,7 +393,5 @@ def _draw(options: Options, collected: Sequence[_CellResult]) -> dict[str, bytes
             title = (
                 f"{OPTIMIZERS[optimizer]}, learning rates tuned, {options.steps} steps, up to {seeds} seeds"
             )
-            drawn = io.BytesIO()
-            draw(groups, BASELINE, drawn, title=title, token="byte")
-            pictures[optimizer] = drawn.getvalue()
+            pictures[optimizer] = draw(groups, BASELINE, title=title, token="byte")
     return pictures
