@@ -72,7 +72,7 @@ def _assert_apart_as_roundings_are(result):
     neighbour: half of the last digit's step in the root mean square, less than between two stochastic
     roundings of one number (0.58). Both are by autograd, so the limit does not depend on what is tested, and
     what bfloat16 does to every run alike is in neither distance. Losses are those of squares there, where
-    rounding cancels and a wrong scale does not. Both distances are samples of twenty steps, hence the room:
+    rounding cancels and a wrong scale does not. Both distances are samples of twelve steps, hence the room:
     twice, and more for the few vectors, where Adam makes a whole step of a gradient whose sign is rounding.
     """
     by_autograd, [again] = result["bf16 autograd"], result["bf16 nudged"]
