@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
+import platform
 import statistics
 import subprocess
 import sys
@@ -72,7 +74,14 @@ def main(argv: list[str] | None = None) -> int:
         if torch.distributed.get_rank() == 0:
             options.json.write_text(json.dumps(found), encoding="utf-8")
         return 0
-    results: dict[str, Any] = {"torch": torch.__version__, "times": [], "counts": []}
+    results: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "processor": processor(),
+        "torch": torch.__version__,
+        "rounds": options.rounds,
+        "times": [],
+        "counts": [],
+    }
     start()
     if not options.counts:
         for hidden in options.hidden:
@@ -90,6 +99,14 @@ def main(argv: list[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def processor() -> str:
+    """What the system calls it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def start() -> None:

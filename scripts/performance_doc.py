@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes docs/performance.md: what scale vectors cost at usual sizes, from the formulas of cost.py.
+"""Writes docs/performance.md: what scale vectors cost at usual sizes, from the formulas of cost.py, and what
+they cost on a CPU, from docs/performance.json, which is what `make bench` wrote as bench-times.json.
 
 usage: python scripts/performance_doc.py [--check]
 
@@ -9,9 +10,12 @@ usage: python scripts/performance_doc.py [--check]
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_scalevec.cost import (
     H100,
@@ -26,6 +30,7 @@ from megatron_scalevec.cost import (
 from megatron_scalevec.explain.display import in_bytes
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
+MEASURED = DOCUMENT.with_suffix(".json")
 
 UTILIZATION = 0.4
 """Share of the data sheet's operations per second that a stock step is taken to reach."""
@@ -186,8 +191,28 @@ def step_rows() -> list[str]:
     return rows
 
 
+def measured_rows(times: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """One for each strategy and size."""
+
+    def shown(row: Mapping[str, Any]) -> str:
+        low, high = row["processor_quartiles"]
+        return f"x{row['processor']:.3f} (x{low:.3f} to x{high:.3f})"
+
+    points: dict[tuple[str, int, int], dict[str, Mapping[str, Any]]] = {}
+    for row in times:
+        point = row["strategy"], row["hidden"], row["microbatches"]
+        points.setdefault(point, {})[row["execution"]] = row
+    for (strategy, hidden, microbatches), found in points.items():
+        ours, theirs = found["optimizer"], found["autograd"]
+        yield (
+            f"| `{strategy}` | {hidden} | {microbatches} | {shown(ours)} | {100 * ours['passes']:.2f} % | "
+            f"{shown(theirs)} |"
+        )
+
+
 def document() -> str:
     """The whole file."""
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
     return TEXT.format(
         utilization=f"{100 * UTILIZATION:.0f}",
         peak=f"{H100.flops_per_second / 1e12:.0f}",
@@ -198,6 +223,8 @@ def document() -> str:
         memories="\n".join(memory_rows()),
         steps="\n".join(step_rows()),
         norms="\n".join(norm_rows()),
+        measured="\n".join(measured_rows(measured["times"])),
+        **{name: measured[name] for name in ("processor", "torch", "date", "rounds")},
     )
 
 
