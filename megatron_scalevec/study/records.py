@@ -100,9 +100,9 @@ def read_description(path: Path) -> Description | None:
     except FileNotFoundError:
         return None
     except _Malformed as error:
-        raise ScaleVecError(f"{path} {error}; name another --out, or put its copy back.") from None
+        raise ScaleVecError(f"{path} {error}; name another folder, or put its copy back.") from None
     if known.get("kind") != KIND:
-        raise ScaleVecError(f"{path} is no description of a study; name another --out.")
+        raise ScaleVecError(f"{path} is no description of a study; name another folder.")
     try:
         _require(known, _DESCRIPTION)
         _require(known["text"], _TEXT)
@@ -119,10 +119,10 @@ def read_description(path: Path) -> Description | None:
             f"{path} {error}. "
             + (
                 f"It was written by megatron_scalevec {writer}, and this is {__version__}: use that version, "
-                "or name another --out."
+                "or name another folder."
                 if of_another
                 else "It was changed by hand, or by another version of this package: put its copy back, or "
-                "name another --out."
+                "name another folder."
             )
         ) from None
     return Description(options, known["text"], known["versions"], known["machine"])
@@ -161,7 +161,7 @@ def _require_losses(result: Mapping[str, Any]) -> None:
         if not before < point[0] <= result["steps"]:
             raise _Malformed(f"has the step {point[0]} after step {before}, of {result['steps']}")
         before = point[0]
-    if result["final_validation_loss"] is not None and before == 0:
+    if result["final_validation_loss"] is not None and all(loss is None for _, loss in result["training"]):
         raise _Malformed("has a validation loss, and no training loss")
 
 
