@@ -87,22 +87,25 @@ class Options:
         return self.batch_size * self.seq_length
 
     @classmethod
-    def from_record(cls, record: Any, out: Path) -> Options:
+    def from_record(cls, record: Mapping[str, Any], out: Path) -> Options:
         """What :meth:`record` has put down, through the same checks as a command line.
 
         Raises:
             ScaleVecError: It is no such record.
         """
-        names = set(parse([]).record())
-        if not isinstance(record, dict) or set(record) != names:
-            differing = sorted(names ^ set(record)) if isinstance(record, dict) else ["options"]
-            raise ScaleVecError(f"its {', '.join(differing)} should not be there, or is missing")
+        names = parse([]).record().keys()
+        for what, which in (
+            ("are missing", names - record.keys()),
+            ("are unknown ones", record.keys() - names),
+        ):
+            if which:
+                raise ScaleVecError(f"among its options {what}: {', '.join(sorted(which))}.")
         try:
             options = parse([*_as_words(record), f"--out={out}"])
         except (TypeError, AttributeError):  # what should be a list or a mapping is none
             options = None
         if options is None or options.record() != record:
-            raise ScaleVecError("its options are not in the form that the command writes")
+            raise ScaleVecError("its options are not in the form that the command writes.")
         return options
 
     def record(self) -> dict[str, Any]:

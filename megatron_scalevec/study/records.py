@@ -161,7 +161,7 @@ def _require_losses(result: Mapping[str, Any]) -> None:
         if not before < point[0] <= result["steps"]:
             raise _Malformed(f"has the step {point[0]} after step {before}, of {result['steps']}")
         before = point[0]
-    if result["final_validation_loss"] is not None and before == 0:
+    if result["final_validation_loss"] is not None and all(loss is None for _, loss in result["training"]):
         raise _Malformed("has a validation loss, and no training loss")
 
 
