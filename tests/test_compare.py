@@ -699,8 +699,8 @@ def drawn(monkeypatch):
 def test_names_stand_in_the_picture_as_they_are(drawn):
     """matplotlib takes text between dollars for mathematics, and hides what begins with _."""
     names = ["_stock", "lr=$\\frac$", "a" * 100]
-    runs = [synthetic(name, 0, curve(TOKENS), final_validation=2.0) for name in names]
-    draw(compare(runs).groups, names[0], title="$\\x$_")
+    runs = [synthetic(name, 0, curve(TOKENS), final_validation=2.0, seconds=TOKENS) for name in names]
+    draw(compare(runs).groups, names[0], title="$\\x$_", with_time=True)
     [figure] = drawn
     axis = figure.axes[0]
     shown = [text.get_text() for text in axis.get_legend().get_texts()]
@@ -709,6 +709,7 @@ def test_names_stand_in_the_picture_as_they_are(drawn):
     )
     assert all(len(text) < 60 for text in shown) and axis.get_title(loc="left") == "$\\x$_"
     texts = [*axis.get_legend().get_texts(), axis._left_title, *(a.yaxis.label for a in figure.axes)]
+    assert axis.get_legend().get_window_extent().x0 >= axis.get_window_extent().x0, "beside the curves"
     assert not any(text.get_parse_math() for text in texts if "$" in text.get_text())
 
 

@@ -28,7 +28,8 @@ _MARKS = {
 }
 # Places that are apart by no more than this share of them count as one.
 _NEAR = 0.01
-_LONGEST_LABEL, _LONGEST_TITLE = 40, 140
+# In characters.
+_LONGEST_LABEL, _LONGEST_TITLE, _LEGEND_WIDTH = 40, 140, 80
 # A curve, and those of several seeds: places [n] and losses [seeds, n].
 _Curves = tuple[numpy.ndarray, numpy.ndarray]
 
@@ -109,8 +110,9 @@ def _written(text: str, most: int) -> str:
 def _name_curves(axis: Any, groups: Any, validation: Any) -> None:
     """The legend. Names go in afterwards: matplotlib leaves out curves whose name begins with ``_``."""
     kinds = {name: ["training", *(["validation"] if name in validation else [])] for name in groups}
-    legend = axis.legend(frameon=False, ncols=2 if len(groups) < 4 else 3)
     names = [f"{_written(name, _LONGEST_LABEL)}, {kind}" for name in groups for kind in kinds[name]]
+    room = _LEGEND_WIDTH // (max(map(len, names)) + 5)  # 5 for the line or mark
+    legend = axis.legend(frameon=False, ncols=max(1, min(room, 2 if len(groups) < 4 else 3)))
     for text, name in zip(legend.get_texts(), names, strict=True):
         text.set_parse_math(False)
         text.set_text(name)
