@@ -6,6 +6,7 @@ the files that a patch looks at are unpacked, the first time; the wheels are not
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,11 @@ _WANTED = ("megatron/training/", "megatron/core/package_info.py")
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    folder = parser.parse_args().folder
     for version in VERSIONS:
         target = folder / version
         if not target.is_dir():

@@ -36,7 +36,6 @@ _STARTERS = re.compile(
     r"python[0-9.]*|torchrun|srun|mpirun|mpiexec|exec|nohup|env|time|timeout|numactl|nsys|stdbuf|scalevec"
     r"|apptainer|singularity|docker|podman|enroot"
 )
-_DIRECTIVE = re.compile(r"(?:--([a-z-]+)|(?<!-)-([a-zA-Z]))(?:[= ]([^\s#-][^\s#]*))?")
 _OUR_MODULE = ("-m", "megatron_scalevec")
 # At least one of these is in every command line of Megatron that builds a model.
 _MEGATRON = ("--num-layers", "--hybrid-layer-pattern", "--hybrid-override-pattern", "--use-checkpoint-args")

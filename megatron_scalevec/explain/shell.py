@@ -49,8 +49,6 @@ _MOST_REPETITIONS = 1000
 _TAKEN = "taken to succeed"
 _BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
 _SETS = re.compile(r"\+\+|--|(?<![<>=!])=(?!=)|<<=|>>=")
-# ${NAME}, ${NAME[index]}, ${NAME:-word}, ${NAME%pattern} and so on.
-_EXPANSION = re.compile(r"(\w+)(?:\[([^\]]*)\])?(?:(:?[-+=?]|%%?|##?|//?|[,^]{1,2}|:)(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
