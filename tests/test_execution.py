@@ -295,6 +295,7 @@ BY_AUTOGRAD = {**UNIFIED, "scalevec_executed": "autograd"}
         # The layer-wise optimizer loads its own mode's.
         (BY_AUTOGRAD, {"no_load_optim": True, "optimizer": "muon"}, "autograd"),
         (UNIFIED, {"optimizer": "dist_muon"}, "autograd"),
+        (BY_AUTOGRAD, {"finetune": True, "optimizer": "lion"}, "autograd"),
         ({}, {"optimizer": "muon"}, None),
         (None, {}, None),
     ],

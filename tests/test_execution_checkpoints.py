@@ -194,6 +194,18 @@ def test_a_run_of_the_other_mode_goes_on(ranks, saved, model, source, target, mo
     assert abs(run["losses"][-1] / whole[-1]["losses"][-1] - 1) > 1e-5  # the comparisons can fail
 
 
+@pytest.mark.parametrize("more", [(), ("--no-load-optim",)], ids=["with-state", "without-state"])
+def test_a_run_by_autograd_goes_on_in_bfloat16(ranks, saved, more):
+    """Raw weights are found from W_eff in float32, and every weight gets its gradient as before."""
+    folder, whole = saved("dp2-distopt", "default", *DP)
+    flags = ("--scalevec-strategy", "dp", *BY_AUTOGRAD)
+    run = _resume(ranks, folder, "dp2-distopt", "default", *flags, *more)[-1]
+    assert run["audit"]["execution"] == "autograd" and len(run["losses"]) == 5
+    steps = slice(0, 1) if more else slice(0, 5)
+    np.testing.assert_allclose(run["losses"][steps], whole[-1]["losses"][5:][steps], rtol=1e-3)
+    np.testing.assert_allclose(run["grad_norms"][steps], whole[-1]["grad_norms"][5:][steps], rtol=1e-2)
+
+
 def test_the_default_goes_on_in_the_mode_of_the_checkpoint(ranks, saved):
     """A run trained by autograd, as by earlier versions of the plugin: bit by bit; its weights alone start a
     run that folds."""

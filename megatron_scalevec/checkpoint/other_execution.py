@@ -150,14 +150,18 @@ def _revive(owner: torch.nn.Module) -> None:
 def _unfold(module: Folded) -> None:
     """W := W_eff ⊘ (γ_out γ_inᵀ), the quotient in float32 and rounded once."""
     weights = module.scaled_weights()
-    live = [weight.data for weight in weights]
+    own = {name: weight for name, weight in module._parameters.items() if any(weight is w for w in weights)}
     try:
-        for weight in weights:
-            # What the module makes of ones is the factor, which half precision would round.
-            weight.data = torch.ones_like(weight.data, dtype=torch.promote_types(weight.dtype, torch.float32))
+        for name, weight in own.items():
+            # What the module makes of ones is the factor, which half precision would round. They stand in
+            # the parameter's place: with data of another dtype it would lose the hook by which DDP gets its
+            # gradient.
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            module._parameters[name] = torch.nn.Parameter(
+                torch.ones_like(weight, dtype=wide), requires_grad=False
+            )
         factors = module.folded_weights()
     finally:
-        for weight, values in zip(weights, live):
-            weight.data = values
-    for values, factor in zip(live, factors):
-        values.copy_(values.to(factor.dtype) / factor)
+        module._parameters.update(own)
+    for weight, factor in zip(weights, factors):
+        weight.copy_(weight.to(factor.dtype) / factor)

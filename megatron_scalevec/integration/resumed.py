@@ -13,6 +13,9 @@ from megatron_scalevec.errors import ScaleVecError
 
 __all__ = ["execution_to_keep"]
 
+# All others get Megatron's layer-wise optimizer where there are data-parallel ranks to share the layers.
+_NEVER_LAYER_WISE = ("adam", "sgd")
+
 
 def execution_to_keep(args: Any) -> tuple[str, str] | None:
     """The mode of execution in which the run to be resumed was trained, and the folder that says so.
@@ -30,7 +33,7 @@ def execution_to_keep(args: Any) -> tuple[str, str] | None:
     saved = None if folder is None else _saved_arguments(folder)
     if saved is None or not ScaleVecConfig.from_namespace(saved).active:
         return None
-    if getattr(args, "optimizer", None) not in ("muon", "dist_muon"):
+    if getattr(args, "optimizer", "adam") in _NEVER_LAYER_WISE:
         weights_alone = getattr(args, "finetune", False) or getattr(args, "no_load_optim", False)
         if weights_alone or getattr(saved, "scalevec_executed", None) is None:
             return None
