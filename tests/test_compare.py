@@ -29,6 +29,7 @@ from megatron_scalevec.compare import (
     token_ratio,
     verdict,
 )
+from megatron_scalevec.compare.rendering import shown
 from megatron_scalevec.compare.statistics import decreasing
 from megatron_scalevec.errors import ScaleVecError
 
@@ -220,6 +221,19 @@ def test_a_run_that_noise_ends_low_is_not_said_to_start_there():
     )
 
 
+@pytest.mark.parametrize("rounding", [0.0, 1e-8, -1e-8])
+def test_equal_runs_need_equal_tokens_and_swapped_runs_the_reciprocal(rounding):
+    generator = numpy.random.default_rng(4)
+    losses = [curve(TOKENS * speed) + generator.normal(0, 0.05, len(TOKENS)) for speed in (1.0, 1.2)]
+    losses[0][-20:] += 0.02  # ends higher than it has been
+    first, other = (synthetic("a", seed, values) for seed, values in enumerate(losses))
+    again = synthetic("b", 0, losses[0] + rounding)
+    # Rounding, as that of a curve kept in float32, must not matter either.
+    assert token_ratio(first, again) == token_ratio(again, first) == 1
+    assert token_ratio(other, first) == pytest.approx(1 / token_ratio(first, other))
+    assert token_ratio(first, other) > 1.05
+
+
 def test_steps_stand_for_tokens_that_are_not_known():
     stock = synthetic("stock", 0, curve(TOKENS), tokens=None)
     other = synthetic("other", 0, curve(TOKENS * 1.4))
@@ -300,6 +314,20 @@ def test_verdicts_name_what_is_missing_and_what_diverged():
         "interval). Runs of new or stock that diverged: 2. Not complete: 1 of the 6 runs that this compares "
         "are missing."
     )
+
+
+@pytest.mark.parametrize(
+    "gap, expected",
+    [
+        (Interval(-2e-8, None, None, 1), "0.0000"),
+        (Interval(0.0, 0.0, 0.0, 2), "0.0000 [0.0000, 0.0000]"),
+        (Interval(-2e-5, -0.01, 4e-5, 3), "0.0000 [-0.0100, 0.0000]"),
+        (Interval(-0.12, -0.2, -6e-5, 3), "-0.1200 [-0.2000, -0.0001]"),
+        (Interval(0.12, 0.1, 0.2, 3), "+0.1200 [+0.1000, +0.2000]"),
+    ],
+)
+def test_what_rounds_to_zero_has_no_sign(gap, expected):
+    assert shown(gap, "+.4f") == expected
 
 
 # --- reading ----------------------------------------------------------------------------------------
