@@ -413,6 +413,30 @@ def test_counts_that_only_some_steps_have_go_on(tmp_path):
         assert read_run(path).tokens is None, "nothing says how fast they grow"
 
 
+@pytest.mark.parametrize(
+    "times, expected",
+    [
+        ({step: 60e3 if step == 101 else 100 for step in range(101, 201)}, {101: 70, 102: 70.1, 200: 79.9}),
+        (
+            {step: 60e3 if step == 101 else 100 for step in range(1, 201) if not 50 < step < 101},
+            {50: 5, 101: 70, 102: 70.1, 200: 79.9},
+        ),
+        ({step: 60e3 if step in (1, 101) else 100 for step in range(1, 201)}, {1: 60, 100: 69.9, 101: 129.9}),
+        # A value every ten steps is their mean, that of the first ten as well.
+        ({step: 6e3 if step in (10, 110) else 100 for step in range(10, 201, 10)}, {10: 60, 110: 129}),
+        ({step: 6e3 if step == 110 else 100 for step in range(110, 201, 10)}, {110: 70, 120: 71}),
+        ({7: 100}, {7: 0.7}),
+    ],
+    ids=["second half", "gap", "no gap", "every ten", "second half, every ten", "one"],
+)
+def test_a_slow_first_step_counts_once(tmp_path, times, expected):
+    lines = [{"step": step, "loss": 2.0, "step_time_ms": time} for step, time in times.items()]
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    run = read_run(tmp_path / "run.jsonl")
+    seconds = dict(zip(run.steps.tolist(), run.seconds.tolist()))
+    assert {step: seconds[step] for step in expected} == pytest.approx(expected)
+
+
 def test_half_the_tokens_do_not_halve_the_token_ratio(tmp_path):
     for name, known in (("stock", 200), ("hg", 100)):
         lines = [

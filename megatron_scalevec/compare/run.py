@@ -113,6 +113,25 @@ def usable(loss: float | None) -> bool:
     return loss is not None and abs(loss) < _LARGEST_LOSS
 
 
+def _since_start(times: Mapping[int, float], median: float) -> tuple[list[int], numpy.ndarray]:
+    """Steps with a time, and the sum of all steps' times up to each of them, in the unit of the times.
+
+    A value stands for the steps since the last one, as logs may leave steps out. But where these are more
+    than lie between the values beside it, the run began there, or went on: then the value is that of a
+    first step, which is slow, and must not be taken for those that are not known.
+    """
+    known = sorted(times)
+    values = numpy.array([times[step] for step in known], dtype=float)
+    spans = numpy.diff(known, prepend=min(0, known[0] - 1))
+    if len(known) == 1:
+        return known, values * spans
+    before, after = numpy.append(0, spans[:-1]), numpy.append(spans[1:], 0)
+    # The first value has none before it: its own span is from step 0, wherever the run began.
+    before[1] = 0 if len(known) > 2 else before[1]
+    own = numpy.minimum(spans, numpy.maximum(before, after))
+    return known, numpy.cumsum(values * own + numpy.minimum(values, median) * (spans - own))
+
+
 def make_run(
     source: str,
     label: str,
@@ -145,12 +164,9 @@ def make_run(
     median = None
     if milliseconds:
         require_sound(source, "step time", milliseconds)
-        known = sorted(milliseconds)
-        # A value stands for the steps since the last one: logs may leave steps out.
-        spans = numpy.diff(known, prepend=min(0, known[0] - 1))
-        total = numpy.cumsum([milliseconds[step] for step in known] * spans) / 1e3
         median, _ = median_step_time(dict(milliseconds))
-        seconds = along(steps, dict(zip(known, total)), rate=median / 1e3)
+        known, total = _since_start(milliseconds, median)
+        seconds = along(steps, dict(zip(known, total / 1e3)), rate=median / 1e3)
     return Run(
         label=visible(label),
         source=visible(source),
