@@ -562,10 +562,17 @@ def test_a_loss_beyond_what_a_float_can_be_is_none(tmp_path):
     assert read_run(path).diverged_at == 2
 
 
-def test_tensorboard_is_read(tmp_path):
-    if importlib.util.find_spec("tensorboard") is None:  # the light environment
+def tensorboard_is_missing(path):
+    """Whether this is the light environment, where such a folder is refused."""
+    missing = importlib.util.find_spec("tensorboard") is None
+    if missing:
         with pytest.raises(ScaleVecError, match="read with tensorboard, which is not installed"):
-            read_run(tmp_path)
+            read_run(path)
+    return missing
+
+
+def test_tensorboard_is_read(tmp_path):
+    if tensorboard_is_missing(tmp_path):
         return
     from torch.utils.tensorboard import SummaryWriter
 
@@ -591,6 +598,87 @@ def test_tensorboard_is_read(tmp_path):
         writer.add_scalar("accuracy", 0.5, 1)
     with pytest.raises(ScaleVecError, match="no TensorBoard curve of the training loss"):
         read_run(tmp_path / "other")
+
+
+LEFT_OUT = "had come to step 200, went back, and has come to step 120 since: what lay beyond is left out."
+# A run that was at step 200 and goes on from step 50.
+WENT_ON = [(step, 3.0 + step / 1e4) for step in range(1, 201)] + [(step, 2.0) for step in range(51, 121)]
+
+
+def assert_went_on(run):
+    assert run.steps.tolist() == list(range(1, 121)) and run.remarks == (f"{run.source} {LEFT_OUT}",)
+    assert run.losses[:50] == pytest.approx([loss for _, loss in WENT_ON[:50]])
+    assert run.losses[50:].tolist() == [2.0] * 70
+    assert run.tokens.tolist() == [16 * step for step in range(1, 121)]
+    assert run.seconds[-1] == pytest.approx(0.1 * 50 + 0.2 * 70) and run.step_time_ms == pytest.approx(200)
+    assert run.validation == ((40, 3.5), (60, 2.5)) and run.final_validation is None
+
+
+def test_steps_that_were_given_up_in_json_lines_are_left_out(tmp_path):
+    lines = []
+    for index, (step, loss) in enumerate(WENT_ON):
+        more = {"tokens": 16 * step, "memory_bytes": 10 if index < 200 else 5}
+        # Values of one step may stand on lines of their own, before and after its loss.
+        lines.append({"step": step, "step_time_ms": 100 if index < 200 else 200})
+        lines.append({"step": step, "loss": loss, **more})
+        lines += [{"step": step - 1, "validation_loss": 3.5 if index < 200 else 2.5}] * (
+            (step - 1) in (40, 60, 180, 199)
+        )
+        lines += [{"step": 200, "validation_loss": 3.25}] * (step == 200)
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    run = read_run(tmp_path / "run.jsonl")
+    assert_went_on(run)
+    assert run.memory_bytes == 10
+    (tmp_path / "other.jsonl").write_text(
+        "\n".join(json.dumps(line | {"step": line["step"] + 1}) for line in lines)
+    )
+    assert run.remarks[0] in compare([run, read_run(tmp_path / "other.jsonl")]).notes
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_steps_that_were_given_up_in_a_log_without_its_arguments_are_left_out(tmp_path, times):
+    """Each line may be there twice, from two ranks."""
+    lines = []
+    for index, (step, loss) in enumerate(WENT_ON):
+        line = ITERATION.format(step=step, ms=100 if index < 200 else 200, loss=loss)
+        lines += [line.replace(f"{step}000 |", f"{step} |")] * times
+        if step in (40, 60, 180):
+            lines += [VALIDATION.format(where=step, loss=3.5 if index < 200 else 2.5)] * times
+        if step == 200:
+            lines.append(VALIDATION.format(where="200 on validation set", loss=3.25))
+    (tmp_path / "run.log").write_text("\n".join(lines) + "\n")
+    assert_went_on(read_run(tmp_path / "run.log", seq_length=16))
+    with open(tmp_path / "run.log", "a") as log:
+        log.write("RuntimeError: Unexpected result nan (iteration 121)\n")
+    assert read_run(tmp_path / "run.log").diverged_at == 121
+
+
+def test_steps_taken_again_to_the_end_need_no_remark(tmp_path):
+    lines = [{"step": step, "loss": 9.0 - step} for step in (1, 2, 3, 4, 3, 4, 4, 5)]
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    run = read_run(tmp_path / "run.jsonl")
+    assert run.steps.tolist() == [1, 2, 3, 4, 5] and run.remarks == ()
+
+
+def test_steps_that_were_given_up_in_tensorboard_are_left_out(tmp_path):
+    if tensorboard_is_missing(tmp_path):
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    for start, part in ((0, WENT_ON[:200]), (1000, WENT_ON[200:])):
+        with SummaryWriter(tmp_path / "tb", filename_suffix=f".{start}") as writer:
+            for index, (step, loss) in enumerate(part):
+                now = 1e9 + start + index / 2
+                for name, value, at in (
+                    ("iteration-time", 0.2 if start else 0.1, step),
+                    ("lm loss", loss, step),
+                    ("lm loss vs samples", loss, step * 4),
+                ):
+                    now += 0.01
+                    writer.add_scalar(name, value, at, walltime=now)
+                if step in (40, 60, 180, 200):
+                    writer.add_scalar("lm loss validation", 2.5 if start else 3.5, step, walltime=now + 0.01)
+    assert_went_on(read_run(tmp_path / "tb", seq_length=4))
 
 
 def test_demos_are_read(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import math
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalevec.compare.run import LAST_STEP, Run, make_run, require_sound, visible
+from megatron_scalevec.compare.series import Series
 from megatron_scalevec.demo.folder import KIND as DEMO
 from megatron_scalevec.demo.folder import REPORT
 from megatron_scalevec.demo.logs import LogReader
@@ -147,6 +149,7 @@ def _log(path: Path, seq_length: int | None) -> Run:
         tokens=_tokens(log.samples, _whole(said, "seq_length") or seq_length),
         milliseconds=log.step_times,
         failed_at=log.failed_at,
+        abandoned=log.abandoned,
         validation=sorted(log.validation.items()),
         final_validation=log.final_validation,
         memory_bytes=None if log.memory_megabytes is None else log.memory_megabytes * 2**20,
@@ -173,7 +176,7 @@ def _value(line: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
 
 def _json_lines(path: Path, seq_length: int | None) -> Run:
     """One object a line; what a line does not have, others may. Later lines of a step count."""
-    series: dict[str, dict[int, float]] = {}
+    series = Series()
     seed, label = None, path.stem
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
@@ -202,12 +205,16 @@ def _json_lines(path: Path, seq_length: int | None) -> Run:
                     f"{path}:{number} has the step {step:g}; a step is a whole number from 0 to "
                     f"{LAST_STEP:.0e}."
                 )
-            if "loss" in line and line["loss"] is None and line.get("skipped") is False and "loss" in series:
-                # Our own telemetry, which has no other word for a loss that is no number.
-                series["loss"][int(step)] = math.nan
+            step = int(step)
+            # Our own telemetry, which has no other word for a loss that is no number.
+            without_loss = "loss" in line and line["loss"] is None and "skipped" in line
+            if without_loss or _value(line, _LOSS) is not None:
+                series.trained(step)
+            if without_loss and line["skipped"] is False and "loss" in series.values:
+                series.add("loss", step, math.nan)
             for name, names in _SERIES.items():
                 if (value := _value(line, names)) is not None:
-                    series.setdefault(name, {})[int(step)] = value
+                    series.add(name, step, value)
     return _from_series(str(path), label, series, seq_length, seed)
 
 
@@ -222,9 +229,8 @@ _SERIES = {
 }
 
 
-def _from_series(
-    source: str, label: str, series: dict[str, dict[int, float]], seq_length: int | None, seed: int | None
-) -> Run:
+def _from_series(source: str, label: str, said: Series, seq_length: int | None, seed: int | None) -> Run:
+    series = said.values
     validation = sorted(series.get("validation", {}).items())
     losses = series.get("loss", {})
     memory = series.get("memory", {})
@@ -241,6 +247,7 @@ def _from_series(
         validation=validation if final is None else validation[:-1],
         final_validation=final,
         memory_bytes=max(memory.values(), default=None),
+        abandoned=said.abandoned,
         seed=seed,
     )
 
@@ -253,7 +260,10 @@ def _tensorboard(path: Path, seq_length: int | None) -> Run:
             f"{path} is read with tensorboard, which is not installed: pip install tensorboard, or name the "
             "run's log."
         ) from None
-    events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
+    # Where a run went on is told by its losses: tensorboard's own way takes counts of samples for steps.
+    events = EventAccumulator(
+        str(path), size_guidance={"scalars": 0, "tensors": 0}, purge_orphaned_data=False
+    )
     events.Reload()
     tags = events.Tags()["scalars"]
     if not any(name in tags for name in _LOSS):
@@ -262,17 +272,21 @@ def _tensorboard(path: Path, seq_length: int | None) -> Run:
             "of --tensorboard-dir, or a log."
         )
 
-    def scalars(names: tuple[str, ...]) -> dict[int, float]:
-        for name in names:
-            if name in tags:
-                # Later events of a step come from a run that went on from a checkpoint.
-                return {event.step: float(event.value) for event in events.Scalars(name)}
-        return {}
-
-    series = {name: values for name, names in _SERIES.items() if (values := scalars(names))}
+    found = []
+    for name, names in _SERIES.items():
+        tag = next((one for one in names if one in tags), None)
+        if tag is not None:
+            found += _timed(
+                name, [(event.wall_time, event.step, event.value) for event in events.Scalars(tag)]
+            )
+    if not any(name in ("samples", "tokens") for _, name, _, _ in found):
+        found += _timed("samples", _samples(events, tags))
+    series = Series()
+    for _, name, step, value in sorted(found, key=lambda one: one[0]):
+        if name == "loss":
+            series.trained(step)
+        series.add(name, step, value)
     said = _said(events)
-    if "samples" not in series and "tokens" not in series:
-        series["samples"] = _samples(events, tags)
     strategy = said.get("scalevec_strategy", "None")
     return _from_series(
         str(path),
@@ -293,12 +307,18 @@ def _said(events: Any) -> dict[str, str]:
     return found
 
 
-def _samples(events: Any, tags: list[str]) -> dict[int, float]:
+def _timed(name: str, events: list[tuple[float, int, float]]) -> list[tuple[float, str, int, float]]:
+    """Times, name, steps and values of a curve; a clock that is set back does not change their order."""
+    times = itertools.accumulate((time for time, _, _ in events), max)
+    return [(time, name, step, float(value)) for time, (_, step, value) in zip(times, events)]
+
+
+def _samples(events: Any, tags: list[str]) -> list[tuple[float, int, float]]:
     """Megatron draws every loss once against steps and once against samples, in the same order."""
     if "lm loss" not in tags or "lm loss vs samples" not in tags:
-        return {}
+        return []
     pairs = zip(events.Scalars("lm loss"), events.Scalars("lm loss vs samples"))
-    return {by_step.step: float(by_sample.step) for by_step, by_sample in pairs}
+    return [(by_sample.wall_time, by_step.step, by_sample.step) for by_step, by_sample in pairs]
 
 
 def demo_runs(report: Any, source: str) -> list[Run]:

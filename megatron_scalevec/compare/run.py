@@ -141,9 +141,11 @@ def make_run(
     milliseconds: Mapping[int, float] | None = None,
     validation: Sequence[tuple[int, float | None]] = (),
     failed_at: int | None = None,
+    abandoned: int | None = None,
     **more: Any,
 ) -> Run:
-    """A run of what was read; losses that are None were no numbers."""
+    """A run of what was read; losses that are None were no numbers, and ``abandoned`` is the last step that
+    was given up when steps were taken again."""
     for step in (*losses, *(step for step, _ in validation)):
         if not 0 <= step <= LAST_STEP:
             raise ScaleVecError(f"{source} has the step {step:g}; steps go from 0 to {LAST_STEP:.0e}.")
@@ -153,6 +155,11 @@ def make_run(
         unusable.append(failed_at)
     steps = sorted(losses.keys() - set(unusable))
     remarks = []
+    if steps and abandoned is not None and abandoned > steps[-1]:
+        remarks.append(
+            f"{source} had come to step {abandoned}, went back, and has come to step {steps[-1]} since: what "
+            "lay beyond is left out."
+        )
     if tokens:
         require_sound(source, "tokens", tokens, rises=True)
         if steps and max(tokens) < steps[-1] * (1 - _NEARLY_ALL):
