@@ -681,6 +681,66 @@ def test_steps_that_were_given_up_in_tensorboard_are_left_out(tmp_path):
     assert_went_on(read_run(tmp_path / "tb", seq_length=4))
 
 
+TWO_RUNS = [
+    ("None", 1, "hg", 2, "strategy stock and one with hg"),
+    ("hg", 1, "hg", 2, "seed 1 and one with 2"),
+    ("dp", 1, "hg", 1, "strategy dp and one with hg"),
+    (None, 1, "hg", 1, "strategy stock and one with hg"),
+    ("hg", 1, None, 1, "strategy hg and one with stock"),
+    ("hg", 1, "hg", 1, None),
+    ("None", 1, "stock", 1, None),
+    (None, 1, None, 1, None),
+    (None, None, "hg", 1, None),  # its beginning is cut off
+]
+
+
+@pytest.mark.parametrize("one, seed, other, other_seed, message", TWO_RUNS)
+def test_two_runs_in_one_log_are_refused(tmp_path, one, seed, other, other_seed, message):
+    parts = []
+    for strategy, value, steps in ((one, seed, 200), (other, other_seed, 100)):
+        write_log(tmp_path / "log", strategy, value, curve(TOKENS[:steps]))
+        parts += [line for line in (tmp_path / "log").read_text().splitlines(True) if "... None" not in line]
+        if strategy == "None":
+            parts.insert(0, "  scalevec_strategy .......... None\n")
+    (tmp_path / "log").write_text("".join(parts))
+    if message is None:
+        assert read_run(tmp_path / "log").steps[-1] == 100
+        return
+    said = f"log holds two runs, one with the {message}: give each a file of its own."
+    with pytest.raises(ScaleVecError, match=re.escape(said)):
+        read_run(tmp_path / "log")
+
+
+def test_a_start_that_took_no_step_is_no_run_unless_it_is_the_last(tmp_path):
+    write_log(tmp_path / "log", "hg", 2, [4.0, 3.0])
+    written = (tmp_path / "log").read_text()
+    start = "  scalevec_strategy .......... hg\n  seed .......... 1\n"
+    (tmp_path / "log").write_text(start + written)
+    assert read_run(tmp_path / "log").seed == 2
+    (tmp_path / "log").write_text(written + start)
+    with pytest.raises(ScaleVecError, match="one with the seed 2 and one with 1"):
+        read_run(tmp_path / "log")
+
+
+@pytest.mark.parametrize("name, values", [("seed", (1, 2)), ("strategy", ("dp", "hg"))])
+def test_two_runs_in_one_file_of_json_lines_or_folder_are_refused(tmp_path, name, values):
+    lines = [{"step": step, "loss": 2.0, name: value} for value in values for step in (1, 2)]
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    said = f"holds two runs, one with the {name} {values[0]} and one with {values[1]}"
+    with pytest.raises(ScaleVecError, match=f"run.jsonl {said}: give each a file"):
+        read_run(tmp_path / "run.jsonl")
+    if tensorboard_is_missing(tmp_path):
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    for value in values:
+        with SummaryWriter(tmp_path / "tb") as writer:
+            writer.add_text("scalevec_strategy" if name == "strategy" else name, str(value))
+            writer.add_scalar("lm loss", 2.0, 1)
+    with pytest.raises(ScaleVecError, match=f"tb {said}: give each a folder"):
+        read_run(tmp_path / "tb")
+
+
 def test_demos_are_read(tmp_path):
     (tmp_path / "report.json").write_text(json.dumps(_report("stock,hg", "2")))
     runs = read_runs(tmp_path)

@@ -7,10 +7,10 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_scalevec.compare.run import LAST_STEP, Run, make_run, require_sound, visible
 from megatron_scalevec.compare.series import Series
@@ -141,6 +141,7 @@ def _log(path: Path, seq_length: int | None) -> Run:
     log = LogReader(path)
     log.poll(ended=True)
     said = log.arguments
+    _require_one_run(path, log.starts)
     strategy = said.get("scalevec_strategy", "None")
     return make_run(
         str(path),
@@ -154,6 +155,26 @@ def _log(path: Path, seq_length: int | None) -> Run:
         final_validation=log.final_validation,
         memory_bytes=None if log.memory_megabytes is None else log.memory_megabytes * 2**20,
         seed=_whole(said, "seed"),
+    )
+
+
+def _require_one_run(path: Path, starts: Sequence[Mapping[str, str]]) -> None:
+    """All starts that a file has the arguments of must be of one run."""
+    for first, then in itertools.pairwise(starts):
+        for name, what, default in (("scalevec_strategy", "strategy", "stock"), ("seed", "seed", None)):
+            # Plain Megatron prints no strategy; but a seed it always does, so that nothing has been cut off.
+            whole = "seed" in first and "seed" in then
+            one, other = (start.get(name, default if whole else None) for start in (first, then))
+            one, other = (default if value == "None" else value for value in (one, other))
+            if None not in (one, other) and one != other:
+                _two_runs(path, what, one, other)
+
+
+def _two_runs(path: Path, what: str, one: object, other: object) -> NoReturn:
+    place = "folder" if path.is_dir() else "file"
+    values = " and one with ".join(visible(str(value)) for value in (one, other))
+    raise ScaleVecError(
+        f"{path} holds two runs, one with the {what} {values}: give each a {place} of its own."
     )
 
 
@@ -177,7 +198,7 @@ def _value(line: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
 def _json_lines(path: Path, seq_length: int | None) -> Run:
     """One object a line; what a line does not have, others may. Later lines of a step count."""
     series = Series()
-    seed, label = None, path.stem
+    said: dict[str, Any] = {}
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             if number == 1:
@@ -194,9 +215,9 @@ def _json_lines(path: Path, seq_length: int | None) -> Run:
                 ) from None
             if not isinstance(line, dict):
                 raise ScaleVecError(f"{path}:{number} is no JSON object; each line must be one.")
-            seed = line["seed"] if type(line.get("seed")) is int else seed
-            for name in ("strategy", "scalevec_strategy"):
-                label = line[name] if isinstance(line.get(name), str) else label
+            for what, value in _named_in(line):
+                if said.setdefault(what, value) != value:
+                    _two_runs(path, what, said[what], value)
             step = _value(line, _STEP)
             if step is None:
                 continue
@@ -215,7 +236,16 @@ def _json_lines(path: Path, seq_length: int | None) -> Run:
             for name, names in _SERIES.items():
                 if (value := _value(line, names)) is not None:
                     series.add(name, step, value)
-    return _from_series(str(path), label, series, seq_length, seed)
+    return _from_series(str(path), said.get("strategy", path.stem), series, seq_length, said.get("seed"))
+
+
+def _named_in(line: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a line says of the run that it is of."""
+    if type(line.get("seed")) is int:
+        yield "seed", line["seed"]
+    strategies = [line[name] for name in ("scalevec_strategy", "strategy") if isinstance(line.get(name), str)]
+    if strategies:
+        yield "strategy", strategies[0]
 
 
 _SERIES = {
@@ -286,7 +316,9 @@ def _tensorboard(path: Path, seq_length: int | None) -> Run:
         if name == "loss":
             series.trained(step)
         series.add(name, step, value)
-    said = _said(events)
+    starts = _starts(events)
+    _require_one_run(path, starts)
+    said = {name: value for start in starts for name, value in start.items()}
     strategy = said.get("scalevec_strategy", "None")
     return _from_series(
         str(path),
@@ -297,14 +329,17 @@ def _tensorboard(path: Path, seq_length: int | None) -> Run:
     )
 
 
-def _said(events: Any) -> dict[str, str]:
-    """Megatron's arguments, which it writes as texts."""
+def _starts(events: Any) -> list[dict[str, str]]:
+    """Megatron's arguments, which each start writes as texts."""
     found = {}
     for name in ("seq_length", "seed", "scalevec_strategy"):
         tag = f"{name}/text_summary"
         if tag in events.Tags()["tensors"]:
-            found[name] = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
-    return found
+            found[name] = [event.tensor_proto.string_val[0].decode() for event in events.Tensors(tag)]
+    return [
+        {name: values[index] for name, values in found.items() if index < len(values)}
+        for index in range(max(map(len, found.values()), default=0))
+    ]
 
 
 def _timed(name: str, events: list[tuple[float, int, float]]) -> list[tuple[float, str, int, float]]:

@@ -55,6 +55,8 @@ class LogReader:
         """Largest memory allocated on a GPU, of the first ranks of the stages that report theirs."""
         self.arguments: dict[str, str] = {}
         """``seq_length``, ``seed`` and ``scalevec_strategy`` as Megatron prints them."""
+        self.starts: list[dict[str, str]] = []
+        """The same, as each start printed them; one that took no step is one with the next."""
         self.failed_at: int | None = None
         """The step at which Megatron gave up because the loss was no finite number, if nothing followed."""
         self.abandoned: int | None = None
@@ -98,8 +100,10 @@ class LogReader:
             else:
                 self.final_validation = loss
         elif match := _ARGUMENT.search(line):
-            self.arguments[match[1]] = match[2]
-            self._starting = True
+            if not self._starting:
+                self.starts.append({})
+                self._starting = True
+            self.arguments[match[1]] = self.starts[-1][match[1]] = match[2]
         elif match := _MEMORY.search(line):
             # CPU mode reports none.
             self.memory_megabytes = max(self.memory_megabytes or 0.0, _finite(match[1]) or 0.0) or None
