@@ -29,6 +29,7 @@ from megatron_scalevec.compare import (
     token_ratio,
     verdict,
 )
+from megatron_scalevec.compare.rendering import shown
 from megatron_scalevec.compare.statistics import decreasing
 from megatron_scalevec.errors import ScaleVecError
 
@@ -220,6 +221,19 @@ def test_a_run_that_noise_ends_low_is_not_said_to_start_there():
     )
 
 
+@pytest.mark.parametrize("rounding", [0.0, 1e-8, -1e-8])
+def test_equal_runs_need_equal_tokens_and_swapped_runs_the_reciprocal(rounding):
+    generator = numpy.random.default_rng(4)
+    losses = [curve(TOKENS * speed) + generator.normal(0, 0.05, len(TOKENS)) for speed in (1.0, 1.2)]
+    losses[0][-20:] += 0.02  # ends higher than it has been
+    first, other = (synthetic("a", seed, values) for seed, values in enumerate(losses))
+    again = synthetic("b", 0, losses[0] + rounding)
+    # Rounding, as that of a curve kept in float32, must not matter either.
+    assert token_ratio(first, again) == token_ratio(again, first) == 1
+    assert token_ratio(other, first) == pytest.approx(1 / token_ratio(first, other))
+    assert token_ratio(first, other) > 1.05
+
+
 def test_steps_stand_for_tokens_that_are_not_known():
     stock = synthetic("stock", 0, curve(TOKENS), tokens=None)
     other = synthetic("other", 0, curve(TOKENS * 1.4))
@@ -300,6 +314,20 @@ def test_verdicts_name_what_is_missing_and_what_diverged():
         "interval). Runs of new or stock that diverged: 2. Not complete: 1 of the 6 runs that this compares "
         "are missing."
     )
+
+
+@pytest.mark.parametrize(
+    "gap, expected",
+    [
+        (Interval(-2e-8, None, None, 1), "0.0000"),
+        (Interval(0.0, 0.0, 0.0, 2), "0.0000 [0.0000, 0.0000]"),
+        (Interval(-2e-5, -0.01, 4e-5, 3), "0.0000 [-0.0100, 0.0000]"),
+        (Interval(-0.12, -0.2, -6e-5, 3), "-0.1200 [-0.2000, -0.0001]"),
+        (Interval(0.12, 0.1, 0.2, 3), "+0.1200 [+0.1000, +0.2000]"),
+    ],
+)
+def test_what_rounds_to_zero_has_no_sign(gap, expected):
+    assert shown(gap, "+.4f") == expected
 
 
 # --- reading ----------------------------------------------------------------------------------------
@@ -383,6 +411,30 @@ def test_counts_that_only_some_steps_have_go_on(tmp_path):
     for tokens in (0, 5):
         path.write_text(f'{{"step": 0, "tokens": {tokens}, "loss": 2}}\n{{"step": 1, "loss": 1}}\n')
         assert read_run(path).tokens is None, "nothing says how fast they grow"
+
+
+@pytest.mark.parametrize(
+    "times, expected",
+    [
+        ({step: 60e3 if step == 101 else 100 for step in range(101, 201)}, {101: 70, 102: 70.1, 200: 79.9}),
+        (
+            {step: 60e3 if step == 101 else 100 for step in range(1, 201) if not 50 < step < 101},
+            {50: 5, 101: 70, 102: 70.1, 200: 79.9},
+        ),
+        ({step: 60e3 if step in (1, 101) else 100 for step in range(1, 201)}, {1: 60, 100: 69.9, 101: 129.9}),
+        # A value every ten steps is their mean, that of the first ten as well.
+        ({step: 6e3 if step in (10, 110) else 100 for step in range(10, 201, 10)}, {10: 60, 110: 129}),
+        ({step: 6e3 if step == 110 else 100 for step in range(110, 201, 10)}, {110: 70, 120: 71}),
+        ({7: 100}, {7: 0.7}),
+    ],
+    ids=["second half", "gap", "no gap", "every ten", "second half, every ten", "one"],
+)
+def test_a_slow_first_step_counts_once(tmp_path, times, expected):
+    lines = [{"step": step, "loss": 2.0, "step_time_ms": time} for step, time in times.items()]
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    run = read_run(tmp_path / "run.jsonl")
+    seconds = dict(zip(run.steps.tolist(), run.seconds.tolist()))
+    assert {step: seconds[step] for step in expected} == pytest.approx(expected)
 
 
 def test_half_the_tokens_do_not_halve_the_token_ratio(tmp_path):
@@ -510,10 +562,17 @@ def test_a_loss_beyond_what_a_float_can_be_is_none(tmp_path):
     assert read_run(path).diverged_at == 2
 
 
-def test_tensorboard_is_read(tmp_path):
-    if importlib.util.find_spec("tensorboard") is None:  # the light environment
+def tensorboard_is_missing(path):
+    """Whether this is the light environment, where such a folder is refused."""
+    missing = importlib.util.find_spec("tensorboard") is None
+    if missing:
         with pytest.raises(ScaleVecError, match="read with tensorboard, which is not installed"):
-            read_run(tmp_path)
+            read_run(path)
+    return missing
+
+
+def test_tensorboard_is_read(tmp_path):
+    if tensorboard_is_missing(tmp_path):
         return
     from torch.utils.tensorboard import SummaryWriter
 
@@ -539,6 +598,147 @@ def test_tensorboard_is_read(tmp_path):
         writer.add_scalar("accuracy", 0.5, 1)
     with pytest.raises(ScaleVecError, match="no TensorBoard curve of the training loss"):
         read_run(tmp_path / "other")
+
+
+LEFT_OUT = "had come to step 200, went back, and has come to step 120 since: what lay beyond is left out."
+# A run that was at step 200 and goes on from step 50.
+WENT_ON = [(step, 3.0 + step / 1e4) for step in range(1, 201)] + [(step, 2.0) for step in range(51, 121)]
+
+
+def assert_went_on(run):
+    assert run.steps.tolist() == list(range(1, 121)) and run.remarks == (f"{run.source} {LEFT_OUT}",)
+    assert run.losses[:50] == pytest.approx([loss for _, loss in WENT_ON[:50]])
+    assert run.losses[50:].tolist() == [2.0] * 70
+    assert run.tokens.tolist() == [16 * step for step in range(1, 121)]
+    assert run.seconds[-1] == pytest.approx(0.1 * 50 + 0.2 * 70) and run.step_time_ms == pytest.approx(200)
+    assert run.validation == ((40, 3.5), (60, 2.5)) and run.final_validation is None
+
+
+def test_steps_that_were_given_up_in_json_lines_are_left_out(tmp_path):
+    lines = []
+    for index, (step, loss) in enumerate(WENT_ON):
+        more = {"tokens": 16 * step, "memory_bytes": 10 if index < 200 else 5}
+        # Values of one step may stand on lines of their own, before and after its loss.
+        lines.append({"step": step, "step_time_ms": 100 if index < 200 else 200})
+        lines.append({"step": step, "loss": loss, **more})
+        lines += [{"step": step - 1, "validation_loss": 3.5 if index < 200 else 2.5}] * (
+            (step - 1) in (40, 60, 180, 199)
+        )
+        lines += [{"step": 200, "validation_loss": 3.25}] * (step == 200)
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    run = read_run(tmp_path / "run.jsonl")
+    assert_went_on(run)
+    assert run.memory_bytes == 10
+    (tmp_path / "other.jsonl").write_text(
+        "\n".join(json.dumps(line | {"step": line["step"] + 1}) for line in lines)
+    )
+    assert run.remarks[0] in compare([run, read_run(tmp_path / "other.jsonl")]).notes
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_steps_that_were_given_up_in_a_log_without_its_arguments_are_left_out(tmp_path, times):
+    """Each line may be there twice, from two ranks."""
+    lines = []
+    for index, (step, loss) in enumerate(WENT_ON):
+        line = ITERATION.format(step=step, ms=100 if index < 200 else 200, loss=loss)
+        lines += [line.replace(f"{step}000 |", f"{step} |")] * times
+        if step in (40, 60, 180):
+            lines += [VALIDATION.format(where=step, loss=3.5 if index < 200 else 2.5)] * times
+        if step == 200:
+            lines.append(VALIDATION.format(where="200 on validation set", loss=3.25))
+    (tmp_path / "run.log").write_text("\n".join(lines) + "\n")
+    assert_went_on(read_run(tmp_path / "run.log", seq_length=16))
+    with open(tmp_path / "run.log", "a") as log:
+        log.write("RuntimeError: Unexpected result nan (iteration 121)\n")
+    assert read_run(tmp_path / "run.log").diverged_at == 121
+
+
+def test_steps_taken_again_to_the_end_need_no_remark(tmp_path):
+    lines = [{"step": step, "loss": 9.0 - step} for step in (1, 2, 3, 4, 3, 4, 4, 5)]
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    run = read_run(tmp_path / "run.jsonl")
+    assert run.steps.tolist() == [1, 2, 3, 4, 5] and run.remarks == ()
+
+
+def test_steps_that_were_given_up_in_tensorboard_are_left_out(tmp_path):
+    if tensorboard_is_missing(tmp_path):
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    for start, part in ((0, WENT_ON[:200]), (1000, WENT_ON[200:])):
+        with SummaryWriter(tmp_path / "tb", filename_suffix=f".{start}") as writer:
+            for index, (step, loss) in enumerate(part):
+                now = 1e9 + start + index / 2
+                for name, value, at in (
+                    ("iteration-time", 0.2 if start else 0.1, step),
+                    ("lm loss", loss, step),
+                    ("lm loss vs samples", loss, step * 4),
+                ):
+                    now += 0.01
+                    writer.add_scalar(name, value, at, walltime=now)
+                if step in (40, 60, 180, 200):
+                    writer.add_scalar("lm loss validation", 2.5 if start else 3.5, step, walltime=now + 0.01)
+    assert_went_on(read_run(tmp_path / "tb", seq_length=4))
+
+
+TWO_RUNS = [
+    ("None", 1, "hg", 2, "strategy stock and one with hg"),
+    ("hg", 1, "hg", 2, "seed 1 and one with 2"),
+    ("dp", 1, "hg", 1, "strategy dp and one with hg"),
+    (None, 1, "hg", 1, "strategy stock and one with hg"),
+    ("hg", 1, None, 1, "strategy hg and one with stock"),
+    ("hg", 1, "hg", 1, None),
+    ("None", 1, "stock", 1, None),
+    (None, 1, None, 1, None),
+    (None, None, "hg", 1, None),  # its beginning is cut off
+]
+
+
+@pytest.mark.parametrize("one, seed, other, other_seed, message", TWO_RUNS)
+def test_two_runs_in_one_log_are_refused(tmp_path, one, seed, other, other_seed, message):
+    parts = []
+    for strategy, value, steps in ((one, seed, 200), (other, other_seed, 100)):
+        write_log(tmp_path / "log", strategy, value, curve(TOKENS[:steps]))
+        parts += [line for line in (tmp_path / "log").read_text().splitlines(True) if "... None" not in line]
+        if strategy == "None":
+            parts.insert(0, "  scalevec_strategy .......... None\n")
+    (tmp_path / "log").write_text("".join(parts))
+    if message is None:
+        assert read_run(tmp_path / "log").steps[-1] == 100
+        return
+    said = f"log holds two runs, one with the {message}: give each a file of its own."
+    with pytest.raises(ScaleVecError, match=re.escape(said)):
+        read_run(tmp_path / "log")
+
+
+def test_a_start_that_took_no_step_is_no_run_unless_it_is_the_last(tmp_path):
+    write_log(tmp_path / "log", "hg", 2, [4.0, 3.0])
+    written = (tmp_path / "log").read_text()
+    start = "  scalevec_strategy .......... hg\n  seed .......... 1\n"
+    (tmp_path / "log").write_text(start + written)
+    assert read_run(tmp_path / "log").seed == 2
+    (tmp_path / "log").write_text(written + start)
+    with pytest.raises(ScaleVecError, match="one with the seed 2 and one with 1"):
+        read_run(tmp_path / "log")
+
+
+@pytest.mark.parametrize("name, values", [("seed", (1, 2)), ("strategy", ("dp", "hg"))])
+def test_two_runs_in_one_file_of_json_lines_or_folder_are_refused(tmp_path, name, values):
+    lines = [{"step": step, "loss": 2.0, name: value} for value in values for step in (1, 2)]
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    said = f"holds two runs, one with the {name} {values[0]} and one with {values[1]}"
+    with pytest.raises(ScaleVecError, match=f"run.jsonl {said}: give each a file"):
+        read_run(tmp_path / "run.jsonl")
+    if tensorboard_is_missing(tmp_path):
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    for value in values:
+        with SummaryWriter(tmp_path / "tb") as writer:
+            writer.add_text("scalevec_strategy" if name == "strategy" else name, str(value))
+            writer.add_scalar("lm loss", 2.0, 1)
+    with pytest.raises(ScaleVecError, match=f"tb {said}: give each a folder"):
+        read_run(tmp_path / "tb")
 
 
 def test_demos_are_read(tmp_path):

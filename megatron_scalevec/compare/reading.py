@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_scalevec.compare.run import LAST_STEP, Run, make_run, require_sound, visible
+from megatron_scalevec.compare.series import Series
 from megatron_scalevec.demo.folder import KIND as DEMO
 from megatron_scalevec.demo.folder import REPORT
 from megatron_scalevec.demo.logs import LogReader
@@ -139,6 +141,7 @@ def _log(path: Path, seq_length: int | None) -> Run:
     log = LogReader(path)
     log.poll(ended=True)
     said = log.arguments
+    _require_one_run(path, log.starts)
     strategy = said.get("scalevec_strategy", "None")
     return make_run(
         str(path),
@@ -147,10 +150,31 @@ def _log(path: Path, seq_length: int | None) -> Run:
         tokens=_tokens(log.samples, _whole(said, "seq_length") or seq_length),
         milliseconds=log.step_times,
         failed_at=log.failed_at,
+        abandoned=log.abandoned,
         validation=sorted(log.validation.items()),
         final_validation=log.final_validation,
         memory_bytes=None if log.memory_megabytes is None else log.memory_megabytes * 2**20,
         seed=_whole(said, "seed"),
+    )
+
+
+def _require_one_run(path: Path, starts: Sequence[Mapping[str, str]]) -> None:
+    """All starts that a file has the arguments of must be of one run."""
+    for first, then in itertools.pairwise(starts):
+        for name, what, default in (("scalevec_strategy", "strategy", "stock"), ("seed", "seed", None)):
+            # Plain Megatron prints no strategy; but a seed it always does, so that nothing has been cut off.
+            whole = "seed" in first and "seed" in then
+            one, other = (start.get(name, default if whole else None) for start in (first, then))
+            one, other = (default if value == "None" else value for value in (one, other))
+            if None not in (one, other) and one != other:
+                _two_runs(path, what, one, other)
+
+
+def _two_runs(path: Path, what: str, one: object, other: object) -> NoReturn:
+    place = "folder" if path.is_dir() else "file"
+    values = " and one with ".join(visible(str(value)) for value in (one, other))
+    raise ScaleVecError(
+        f"{path} holds two runs, one with the {what} {values}: give each a {place} of its own."
     )
 
 
@@ -173,8 +197,8 @@ def _value(line: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
 
 def _json_lines(path: Path, seq_length: int | None) -> Run:
     """One object a line; what a line does not have, others may. Later lines of a step count."""
-    series: dict[str, dict[int, float]] = {}
-    seed, label = None, path.stem
+    series = Series()
+    said: dict[str, Any] = {}
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             if number == 1:
@@ -191,9 +215,9 @@ def _json_lines(path: Path, seq_length: int | None) -> Run:
                 ) from None
             if not isinstance(line, dict):
                 raise ScaleVecError(f"{path}:{number} is no JSON object; each line must be one.")
-            seed = line["seed"] if type(line.get("seed")) is int else seed
-            for name in ("strategy", "scalevec_strategy"):
-                label = line[name] if isinstance(line.get(name), str) else label
+            for what, value in _named_in(line):
+                if said.setdefault(what, value) != value:
+                    _two_runs(path, what, said[what], value)
             step = _value(line, _STEP)
             if step is None:
                 continue
@@ -202,13 +226,26 @@ def _json_lines(path: Path, seq_length: int | None) -> Run:
                     f"{path}:{number} has the step {step:g}; a step is a whole number from 0 to "
                     f"{LAST_STEP:.0e}."
                 )
-            if "loss" in line and line["loss"] is None and line.get("skipped") is False and "loss" in series:
-                # Our own telemetry, which has no other word for a loss that is no number.
-                series["loss"][int(step)] = math.nan
+            step = int(step)
+            # Our own telemetry, which has no other word for a loss that is no number.
+            without_loss = "loss" in line and line["loss"] is None and "skipped" in line
+            if without_loss or _value(line, _LOSS) is not None:
+                series.trained(step)
+            if without_loss and line["skipped"] is False and "loss" in series.values:
+                series.add("loss", step, math.nan)
             for name, names in _SERIES.items():
                 if (value := _value(line, names)) is not None:
-                    series.setdefault(name, {})[int(step)] = value
-    return _from_series(str(path), label, series, seq_length, seed)
+                    series.add(name, step, value)
+    return _from_series(str(path), said.get("strategy", path.stem), series, seq_length, said.get("seed"))
+
+
+def _named_in(line: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a line says of the run that it is of."""
+    if type(line.get("seed")) is int:
+        yield "seed", line["seed"]
+    strategies = [line[name] for name in ("scalevec_strategy", "strategy") if isinstance(line.get(name), str)]
+    if strategies:
+        yield "strategy", strategies[0]
 
 
 _SERIES = {
@@ -222,9 +259,8 @@ _SERIES = {
 }
 
 
-def _from_series(
-    source: str, label: str, series: dict[str, dict[int, float]], seq_length: int | None, seed: int | None
-) -> Run:
+def _from_series(source: str, label: str, said: Series, seq_length: int | None, seed: int | None) -> Run:
+    series = said.values
     validation = sorted(series.get("validation", {}).items())
     losses = series.get("loss", {})
     memory = series.get("memory", {})
@@ -241,6 +277,7 @@ def _from_series(
         validation=validation if final is None else validation[:-1],
         final_validation=final,
         memory_bytes=max(memory.values(), default=None),
+        abandoned=said.abandoned,
         seed=seed,
     )
 
@@ -253,7 +290,10 @@ def _tensorboard(path: Path, seq_length: int | None) -> Run:
             f"{path} is read with tensorboard, which is not installed: pip install tensorboard, or name the "
             "run's log."
         ) from None
-    events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
+    # Where a run went on is told by its losses: tensorboard's own way takes counts of samples for steps.
+    events = EventAccumulator(
+        str(path), size_guidance={"scalars": 0, "tensors": 0}, purge_orphaned_data=False
+    )
     events.Reload()
     tags = events.Tags()["scalars"]
     if not any(name in tags for name in _LOSS):
@@ -262,17 +302,23 @@ def _tensorboard(path: Path, seq_length: int | None) -> Run:
             "of --tensorboard-dir, or a log."
         )
 
-    def scalars(names: tuple[str, ...]) -> dict[int, float]:
-        for name in names:
-            if name in tags:
-                # Later events of a step come from a run that went on from a checkpoint.
-                return {event.step: float(event.value) for event in events.Scalars(name)}
-        return {}
-
-    series = {name: values for name, names in _SERIES.items() if (values := scalars(names))}
-    said = _said(events)
-    if "samples" not in series and "tokens" not in series:
-        series["samples"] = _samples(events, tags)
+    found = []
+    for name, names in _SERIES.items():
+        tag = next((one for one in names if one in tags), None)
+        if tag is not None:
+            found += _timed(
+                name, [(event.wall_time, event.step, event.value) for event in events.Scalars(tag)]
+            )
+    if not any(name in ("samples", "tokens") for _, name, _, _ in found):
+        found += _timed("samples", _samples(events, tags))
+    series = Series()
+    for _, name, step, value in sorted(found, key=lambda one: one[0]):
+        if name == "loss":
+            series.trained(step)
+        series.add(name, step, value)
+    starts = _starts(events)
+    _require_one_run(path, starts)
+    said = {name: value for start in starts for name, value in start.items()}
     strategy = said.get("scalevec_strategy", "None")
     return _from_series(
         str(path),
@@ -283,22 +329,31 @@ def _tensorboard(path: Path, seq_length: int | None) -> Run:
     )
 
 
-def _said(events: Any) -> dict[str, str]:
-    """Megatron's arguments, which it writes as texts."""
+def _starts(events: Any) -> list[dict[str, str]]:
+    """Megatron's arguments, which each start writes as texts."""
     found = {}
     for name in ("seq_length", "seed", "scalevec_strategy"):
         tag = f"{name}/text_summary"
         if tag in events.Tags()["tensors"]:
-            found[name] = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
-    return found
+            found[name] = [event.tensor_proto.string_val[0].decode() for event in events.Tensors(tag)]
+    return [
+        {name: values[index] for name, values in found.items() if index < len(values)}
+        for index in range(max(map(len, found.values()), default=0))
+    ]
 
 
-def _samples(events: Any, tags: list[str]) -> dict[int, float]:
+def _timed(name: str, events: list[tuple[float, int, float]]) -> list[tuple[float, str, int, float]]:
+    """Times, name, steps and values of a curve; a clock that is set back does not change their order."""
+    times = itertools.accumulate((time for time, _, _ in events), max)
+    return [(time, name, step, float(value)) for time, (_, step, value) in zip(times, events)]
+
+
+def _samples(events: Any, tags: list[str]) -> list[tuple[float, int, float]]:
     """Megatron draws every loss once against steps and once against samples, in the same order."""
     if "lm loss" not in tags or "lm loss vs samples" not in tags:
-        return {}
+        return []
     pairs = zip(events.Scalars("lm loss"), events.Scalars("lm loss vs samples"))
-    return {by_step.step: float(by_sample.step) for by_step, by_sample in pairs}
+    return [(by_sample.wall_time, by_step.step, by_sample.step) for by_step, by_sample in pairs]
 
 
 def demo_runs(report: Any, source: str) -> list[Run]:

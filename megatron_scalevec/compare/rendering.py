@@ -36,8 +36,14 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def shown(value: Interval, form: str, before: str = "") -> str:
     """Mean, and the interval in brackets where there is one."""
-    mean = f"{before}{value.mean:{form}}"
-    return f"{mean} [{value.low:{form}}, {value.high:{form}}]" if value.known else mean
+    mean = f"{before}{_number(value.mean, form)}"
+    return f"{mean} [{_number(value.low, form)}, {_number(value.high, form)}]" if value.known else mean
+
+
+def _number(value: float, form: str) -> str:
+    """As the form says; without a sign where no digit of it is left."""
+    text = f"{value:{form}}"
+    return text if any(digit in text for digit in "123456789") else text.lstrip("+-")
 
 
 def _ratio(value: float | None, ratio: float | None, unit: str, size: float) -> str:

@@ -113,6 +113,25 @@ def usable(loss: float | None) -> bool:
     return loss is not None and abs(loss) < _LARGEST_LOSS
 
 
+def _since_start(times: Mapping[int, float], median: float) -> tuple[list[int], numpy.ndarray]:
+    """Steps with a time, and the sum of all steps' times up to each of them, in the unit of the times.
+
+    A value stands for the steps since the last one, as logs may leave steps out. But where these are more
+    than lie between the values beside it, the run began there, or went on: then the value is that of a
+    first step, which is slow, and must not be taken for those that are not known.
+    """
+    known = sorted(times)
+    values = numpy.array([times[step] for step in known], dtype=float)
+    spans = numpy.diff(known, prepend=min(0, known[0] - 1))
+    if len(known) == 1:
+        return known, values * spans
+    before, after = numpy.append(0, spans[:-1]), numpy.append(spans[1:], 0)
+    # The first value has none before it: its own span is from step 0, wherever the run began.
+    before[1] = 0 if len(known) > 2 else before[1]
+    own = numpy.minimum(spans, numpy.maximum(before, after))
+    return known, numpy.cumsum(values * own + numpy.minimum(values, median) * (spans - own))
+
+
 def make_run(
     source: str,
     label: str,
@@ -122,9 +141,11 @@ def make_run(
     milliseconds: Mapping[int, float] | None = None,
     validation: Sequence[tuple[int, float | None]] = (),
     failed_at: int | None = None,
+    abandoned: int | None = None,
     **more: Any,
 ) -> Run:
-    """A run of what was read; losses that are None were no numbers."""
+    """A run of what was read; losses that are None were no numbers, and ``abandoned`` is the last step that
+    was given up when steps were taken again."""
     for step in (*losses, *(step for step, _ in validation)):
         if not 0 <= step <= LAST_STEP:
             raise ScaleVecError(f"{source} has the step {step:g}; steps go from 0 to {LAST_STEP:.0e}.")
@@ -134,6 +155,11 @@ def make_run(
         unusable.append(failed_at)
     steps = sorted(losses.keys() - set(unusable))
     remarks = []
+    if steps and abandoned is not None and abandoned > steps[-1]:
+        remarks.append(
+            f"{source} had come to step {abandoned}, went back, and has come to step {steps[-1]} since: what "
+            "lay beyond is left out."
+        )
     if tokens:
         require_sound(source, "tokens", tokens, rises=True)
         if steps and max(tokens) < steps[-1] * (1 - _NEARLY_ALL):
@@ -145,12 +171,9 @@ def make_run(
     median = None
     if milliseconds:
         require_sound(source, "step time", milliseconds)
-        known = sorted(milliseconds)
-        # A value stands for the steps since the last one: logs may leave steps out.
-        spans = numpy.diff(known, prepend=min(0, known[0] - 1))
-        total = numpy.cumsum([milliseconds[step] for step in known] * spans) / 1e3
         median, _ = median_step_time(dict(milliseconds))
-        seconds = along(steps, dict(zip(known, total)), rate=median / 1e3)
+        known, total = _since_start(milliseconds, median)
+        seconds = along(steps, dict(zip(known, total / 1e3)), rate=median / 1e3)
     return Run(
         label=visible(label),
         source=visible(source),

@@ -31,6 +31,8 @@ LEVELS = (0.5, 0.999)
 """Lowest and highest: beyond, too few of the resamples are left to tell where an interval ends."""
 _DRAWS = 100_000
 _MOST_HALF_WIDTH = 25
+# Losses that are nearer, as a share, may be one that was written as text and as float32.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -191,12 +193,15 @@ def token_ratio(baseline: Run, other: Run) -> float:
     """Tokens that the baseline needs, over those that ``other`` needs, to come to the same loss.
 
     The loss is the higher of the two runs' last, smoothed; above one, ``other`` needs fewer. The lower run
-    is read off the nearest curve that never rises, so that noise does not reach a loss early. Where tokens
-    are not known, steps stand for them. NaN where a run has that loss at step 0, before any.
+    is read off the nearest curve that never rises, so that noise does not reach a loss early. Of runs that
+    end at one loss, both needed all that they had. Where tokens are not known, steps stand for them. NaN
+    where a run has that loss at step 0, before any.
     """
     by_steps = baseline.tokens is None or other.tokens is None
     (tokens, losses), (other_tokens, other_losses) = (_curve(run, by_steps) for run in (baseline, other))
-    if losses[-1] >= other_losses[-1]:
+    if math.isclose(losses[-1], other_losses[-1], rel_tol=_ROUNDING):
+        mine, theirs = float(tokens[-1]), float(other_tokens[-1])
+    elif losses[-1] > other_losses[-1]:
         mine, theirs = float(tokens[-1]), _first_at(losses[-1], other_tokens, other_losses)
     else:
         mine, theirs = _first_at(other_losses[-1], tokens, losses), float(other_tokens[-1])

@@ -55,8 +55,12 @@ class LogReader:
         """Largest memory allocated on a GPU, of the first ranks of the stages that report theirs."""
         self.arguments: dict[str, str] = {}
         """``seq_length``, ``seed`` and ``scalevec_strategy`` as Megatron prints them."""
+        self.starts: list[dict[str, str]] = []
+        """The same, as each start printed them; one that took no step is one with the next."""
         self.failed_at: int | None = None
         """The step at which Megatron gave up because the loss was no finite number, if nothing followed."""
+        self.abandoned: int | None = None
+        """The last step that was given up when earlier ones were taken again, if any was."""
         self.step = 0
         self._starting = False
         self._first: tuple[int, float] | None = None
@@ -96,8 +100,10 @@ class LogReader:
             else:
                 self.final_validation = loss
         elif match := _ARGUMENT.search(line):
-            self.arguments[match[1]] = match[2]
-            self._starting = True
+            if not self._starting:
+                self.starts.append({})
+                self._starting = True
+            self.arguments[match[1]] = self.starts[-1][match[1]] = match[2]
         elif match := _MEMORY.search(line):
             # CPU mode reports none.
             self.memory_megabytes = max(self.memory_megabytes or 0.0, _finite(match[1]) or 0.0) or None
@@ -109,8 +115,10 @@ class LogReader:
     def _iteration(self, step: int, fields: dict[str, str]) -> None:
         # It went on from a checkpoint, or for more steps: what was the end is none.
         self.failed_at = self.final_validation = None
-        if self._starting:
-            # Steps after that checkpoint are taken again.
+        if step < self.step:
+            self.abandoned = max(self.step, self.abandoned or 0)
+        if self._starting or step < self.step:
+            # Steps after that checkpoint are taken again. A log may have lost all its other lines.
             for values in (self.training, self.step_times, self.samples, self.validation):
                 for left in [one for one in values if one >= step]:
                     del values[left]
@@ -122,7 +130,7 @@ class LogReader:
             self.samples[step] = int(samples)
         if (time := _finite(fields.get("elapsed time per iteration (ms)"))) is not None:
             self.step_times[step] = time
-        self.step = max(self.step, step)
+        self.step = step
 
     def _loss(self, fields: dict[str, str], skipped: float | None) -> float | None:
         """The loss as Megatron prints it: not at all if it is NaN, and as 0 where every step was skipped."""

@@ -1,0 +1,39 @@
+"""What a run writes, value by value, without the steps that it gave up."""
+
+from __future__ import annotations
+
+__all__ = ["Series"]
+
+
+class Series:
+    """Values by name and step, in the order in which they were written; the later one of a step counts.
+
+    A run that goes on from a checkpoint takes the steps after it again, and may end before those that it had
+    taken. So a training step below the last one gives up all that was said of it and of later ones. Other
+    values may be late: they give up nothing.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, dict[int, float]] = {}
+        """By name, those that a run has."""
+        self.abandoned: int | None = None
+        """The last training step that was given up; it may have been taken again."""
+        self._last: int | None = None
+        self._since: list[tuple[str, int]] = []
+
+    def add(self, name: str, step: int, value: float) -> None:
+        """Note a value."""
+        self.values.setdefault(name, {})[step] = value
+        self._since.append((name, step))
+
+    def trained(self, step: int) -> None:
+        """A training step was taken; its values are added after this, or were just before."""
+        if self._last is not None and step < self._last:
+            self.abandoned = max(self._last, self.abandoned or 0)
+            for name, values in self.values.items():
+                for one in [one for one in values if one >= step]:
+                    # What was said of this step since the last one was taken belongs to the new beginning.
+                    if one > step or (name, one) not in self._since:
+                        del values[one]
+        self._last = step
+        self._since.clear()
