@@ -168,13 +168,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
+    """Refuses in sentences, and a flag with two values, of which argparse would take the last."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.register("action", None, _OneValue)
+        self.given: dict[str, Any] = {}
+
     def error(self, message: str):
         raise ScaleVecError(message) from None
 
 
+class _OneValue(argparse.Action):
+    """Store a value. The same one may come again, as from the parts that a launch script is made of."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        before = parser.given.setdefault(self.dest, values)
+        if before != values:
+            parser.error(
+                f"{option_string} is given twice, {_as_given(before)} and {_as_given(values)}; give it once."
+            )
+        setattr(namespace, self.dest, values)
+
+
+def _as_given(value: Any) -> Any:
+    return "its default" if value is None or value == "" else value
+
+
 def options() -> list[str]:
     """All flags, for messages and for the test that freezes the list."""
-    parser = add_arguments(_Parser(add_help=False))
+    parser = add_arguments(_Parser())
     return [option for action in parser._actions for option in action.option_strings]
 
 
@@ -187,8 +210,8 @@ def parse_own(argv: Sequence[str]) -> argparse.Namespace:
     """Read the flags out of a whole Megatron command line, before Megatron is imported.
 
     Raises:
-        ScaleVecError: An unknown ``--scalevec-`` flag, a bad value, or a combination that contradicts
-            itself.
+        ScaleVecError: An unknown ``--scalevec-`` flag, a bad value, two values for one flag, or a
+            combination that contradicts itself.
     """
     known = options()
     for flag in flags_in(argv):
@@ -196,7 +219,7 @@ def parse_own(argv: Sequence[str]) -> argparse.Namespace:
             near = difflib.get_close_matches(flag, known, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ScaleVecError(f"unknown argument {flag}: the flags are {', '.join(known)}.{hint}")
-    parser = add_arguments(_Parser(add_help=False, allow_abbrev=False))
+    parser = add_arguments(_Parser())
     args, _ = parser.parse_known_args(list(argv))
     if not strategy_comes_later(argv):
         ScaleVecConfig.from_namespace(args)
