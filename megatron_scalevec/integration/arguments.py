@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_scalevec.config import (
@@ -269,20 +272,23 @@ def merge_yaml(args: Any, command_line: argparse.Namespace, path: str) -> None:
     dropped without a word.
 
     Raises:
-        ScaleVecError: The file has an unknown ``scalevec_`` key or a bad value, or the command line says
-            something the file does not say.
+        ScaleVecError: The file has an unknown ``scalevec`` key, one in a section or a bad value, or the
+            command line says something the file does not say.
     """
     known = [option.removeprefix("--").replace("-", "_") for option in options()]
     # Megatron reads the file when CPU mode would long have had to be on.
     known.remove("scalevec_cpu")
-    for key in vars(args):
-        if key.startswith("scalevec_"):
-            choose(f"key in {path}:", key, known)
+    for section, key in _our_keys(args):
+        choose(f"key in {path}:", key, known)
+        if section:
+            raise ScaleVecError(
+                f"{section}.{key} in {path} would not be read: write {key} at the top level of that file, "
+                f"outside of {section}."
+            )
     for name in MODEL_FLAGS:
         key = f"scalevec_{name}"
         given, written = getattr(command_line, key), getattr(args, key, None)
-        if isinstance(written, list):
-            written = ",".join(written)
+        written = _text_of(name, written, path)
         setattr(args, key, written)
         if given is not None and given != written:
             flag = PREFIX + name.replace("_", "-")
@@ -305,3 +311,42 @@ def merge_yaml(args: Any, command_line: argparse.Namespace, path: str) -> None:
         if not isinstance(written := getattr(args, key), (str, type(None))):
             raise ScaleVecError(f"{key} in {path} is {written!r}, not the name of a file; put it in quotes.")
     ScaleVecConfig.from_namespace(args)
+
+
+def _our_keys(node: Any, section: str = "") -> Iterator[tuple[str, str]]:
+    """(section, key) of every key that somebody may have meant for this package, at any depth."""
+    if isinstance(node, list):
+        for number, item in enumerate(node):
+            yield from _our_keys(item, f"{section}[{number}]")
+    elif isinstance(node, SimpleNamespace):
+        for key, value in vars(node).items():
+            if re.match(r"[-_]*scale[-_]?vec", key, re.IGNORECASE):
+                yield section, key
+            yield from _our_keys(value, f"{section}.{key}" if section else key)
+
+
+# Keys that may have several names.
+_EXAMPLES = {"sites": "[attention, mlp]", "branches_off": "[k, v]", "lr_mult": "[input=2, output=0.5]"}
+
+
+def _text_of(name: str, written: Any, path: str) -> Any:
+    """The value of a key as the command line would give it; whether it is a valid one is not looked at.
+
+    Raises:
+        ScaleVecError: It is neither a string nor, where there may be several, a list of strings.
+    """
+    if written is None or isinstance(written, str):
+        return written
+    if name in _EXAMPLES:
+        if isinstance(written, list) and all(isinstance(item, str) for item in written):
+            return ",".join(written)
+        expected = f"a list of names, for example {_EXAMPLES[name]}, or one string with commas"
+    elif isinstance(written, (list, SimpleNamespace)):
+        expected = "one name"
+    else:
+        return written
+    shown = json.dumps(written, default=vars)
+    hint = ""
+    if re.search(r"\b(true|false)\b", shown):
+        hint = " YAML reads yes, no, on and off as true and false: put a name in quotes."
+    raise ScaleVecError(f"scalevec_{name} in {path} is {shown}: give {expected}.{hint}")
