@@ -78,6 +78,10 @@ def test_python_dash_m_is_the_same_command(tmp_path):
             ["input, output, dual", "'input'"],
         ),
         (["pretrain", "--scalevec-cpu", "yes"], ["auto, on, off"]),
+        (
+            ["pretrain", "--scalevec-strategy", "hg", "--scalevec-strategy=unified"],
+            ["--scalevec-strategy is given twice, hg and unified; give it once"],
+        ),
         (["launch", "no_such_script.py", "--x"], ["no such script: no_such_script.py"]),
         (["launch", str(SCRIPTS), "--x"], ["no such script"]),
     ],

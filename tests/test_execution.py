@@ -321,6 +321,52 @@ def test_the_mode_that_a_checkpoint_asks_for(tmp_path, monkeypatch, saved, more,
     assert execution_to_keep(_arguments(**{**more, **pretrained})) == wanted
 
 
+@pytest.mark.parametrize(
+    ("persistent", "newest", "more", "expected"),
+    [
+        (None, 3, {}, "beside/iter_0000003"),
+        (5, 3, {}, "iter_0000005"),
+        (5, 5, {}, "beside/iter_0000005"),
+        (5, 8, {}, "beside/iter_0000008"),
+        (5, 8, {"ckpt_step": 9}, "iter_0000009"),
+        (5, 8, {"ckpt_step": 7}, "beside/iter_0000008"),
+        ("release", 8, {}, "beside/iter_0000008"),
+        (5, None, {}, "iter_0000005"),
+        (None, None, {}, None),
+        (None, 3, {"non_persistent_ckpt_type": None}, None),
+        # Megatron looks at the one tracker file alone before it turns to this folder.
+        (None, 3, {"pretrained_checkpoint": "pretrained"}, "pretrained/iter_0000002"),
+    ],
+)
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_checkpoint_that_will_be_loaded(tmp_path, monkeypatch, apart, persistent, newest, more, expected):
+    """Non-persistent ones lie in the --load folder, or in one of their own."""
+    from megatron.core import dist_checkpointing
+
+    beside = "elsewhere" if apart else "run/non_persistent"
+    if apart and "pretrained_checkpoint" in more:
+        expected = "beside/iter_0000003"
+    for root, tracked in (("run", persistent), (beside, newest), ("pretrained", 2)):
+        for name in ("release", *(f"iter_{step:07d}" for step in range(10))):
+            (tmp_path / root / name).mkdir(parents=True)
+        if tracked is not None:
+            (tmp_path / root / "latest_checkpointed_iteration.txt").write_text(str(tracked))
+    read = {"args": SimpleNamespace(**BY_AUTOGRAD)}
+    monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", lambda folder: read)
+    monkeypatch.chdir(tmp_path)
+    given = {"load": "run", "non_persistent_ckpt_type": "global", **more}
+    found = execution_to_keep(
+        _arguments(**given, non_persistent_global_ckpt_dir="elsewhere" if apart else None)
+    )
+    if expected is None:
+        assert found is None
+    else:
+        expected = expected.replace("beside", beside)
+        if expected.startswith("iter"):
+            expected = f"run/{expected}"
+        assert found == ("autograd", expected)
+
+
 def test_without_triton_the_torch_passes_run_and_the_audit_says_so(monkeypatch):
     """Where the device is a GPU."""
     gpu = torch.device("cuda")

@@ -1,5 +1,7 @@
 """Checkpoints of runs that fold inside the optimizer: resume, the other mode, the tools, stock Megatron."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -112,6 +114,30 @@ def test_five_and_five_steps_of_several_optimizers_are_ten(ranks, saved, model, 
         assert second["moments"] == first["moments"] and first["moments"]
         for name, vector in first["vectors"].items():
             np.testing.assert_array_equal(second["vectors"][name], vector, err_msg=name)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_run_with_non_persistent_checkpoints_alone_goes_on_in_its_mode(ranks, tmp_path, apart):
+    """As one that was killed before its first persistent save; and the other guards look at these too."""
+    load, strategy = ["--load", str(tmp_path)], DP[:2]
+    beside = tmp_path / ("apart" if apart else "non_persistent")
+    kind = ["--non-persistent-save-interval", "4", "--non-persistent-ckpt-type", "global"]
+    kind += ["--non-persistent-global-ckpt-dir", str(beside)] if apart else []
+    save = ["--save", str(tmp_path), "--save-interval", "10"]
+    [whole] = _run(ranks, "serial", "plain", *strategy, *BY_AUTOGRAD, *kind, *save)
+    shutil.rmtree(tmp_path / "iter_0000010")
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+
+    [run] = _run(ranks, "serial", "plain", *strategy, *kind, *load, by_name=False)
+    assert run["audit"]["execution"] == "autograd"
+    assert run["losses"] == whole["losses"][8:] and len(run["losses"]) == 2
+    [run] = _run(ranks, "serial", "plain", "--use-checkpoint-args", *kind, *load, by_name=False)
+    assert run["audit"]["strategy"] == "dp" and run["losses"] == whole["losses"][8:]
+    with pytest.raises(RankFailure, match="was trained with dp"):
+        _run(ranks, "serial", "plain", *UNIFIED[:2], *kind, *load, by_name=False)
+    (beside / "iter_0000008" / ".metadata").unlink()
+    with pytest.raises(RankFailure, match="iter_0000008 is not whole .*leave out --non-persistent-ckpt-ty"):
+        _run(ranks, "serial", "plain", *strategy, *kind, *load, by_name=False)
 
 
 def _layouts():

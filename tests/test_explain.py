@@ -160,6 +160,11 @@ def test_a_named_spec_is_explained_as_well(ranks):
         ),
         (["--scalevec-strategy", "unifed"], {}, "Did you mean 'unified'"),
         (
+            ["--scalevec-strategy", "hg", "--scalevec-strategy", "unified"],
+            {},
+            "--scalevec-strategy is given twice, hg and unified",
+        ),
+        (
             ["--no-such-flag", "1"],
             {},
             "does not know --no-such-flag; correct that, or give the script's name",

@@ -107,6 +107,9 @@ def test_two_strategies_side_by_side(ranks):
     assert rows["vectors attention q out"] == [None, 4]
     shown = command(ranks, "--diff", "hg", "dp", "--", *argv)["printed"]
     assert "What differs" in shown and "parameters added" in shown
+    # In the place of what the line says.
+    line = [*argv, "--scalevec-strategy", "unified", "--seed", "1"]
+    assert command(ranks, "--json", "--diff", "hg", "dp", "--", *line)["printed"] == found["printed"]
 
 
 def test_two_layouts_side_by_side(ranks):

@@ -51,6 +51,56 @@ def test_a_misspelt_key_in_the_file_is_an_error(parse):
     assert "scalevec_stratgy" in found["error"] and "scalevec_strategy" in found["error"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "scalevec-strategy: hg",
+        "--scalevec-strategy: hg",
+        "ScaleVec_strategy: hg",
+        "scalevec: {strategy: hg}",
+        "language_model:\n  scalevec-strategy: hg",
+        "model: [{scalevec_stratgy: hg}]",
+    ],
+)
+def test_a_key_that_nobody_would_read_is_an_error(parse, text):
+    error = parse(f"{text}\n")["error"]
+    assert "unknown key in" in error and "scalevec_strategy" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("language_model:\n  scalevec_strategy: hg", "language_model"),
+        ("a:\n  b:\n  - c: 1\n  - scalevec_strategy: hg", "a.b[1]"),
+    ],
+)
+def test_a_key_in_a_section_is_an_error(parse, text, place):
+    error = parse(f"scalevec_strategy: hg\n{text}\n")["error"]
+    assert f"{place}.scalevec_strategy in " in error and "write scalevec_strategy at the top level" in error
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "given", "expected"),
+    [
+        ("sites", "[mlp, off]", '["mlp", false]', "a list of names, for example [attention, mlp], or one"),
+        ("sites", "[1, 2]", "[1, 2]", "a list of names"),
+        ("sites", "[[mlp]]", '[["mlp"]]', "a list of names"),
+        ("sites", "{mlp: 1}", '{"mlp": 1}', "a list of names"),
+        ("sites", "[mlp, null]", '["mlp", null]', "a list of names"),
+        ("sites", "1", "1", "a list of names"),
+        ("branches_off", "[v, no]", '["v", false]', "[k, v], or one string with commas"),
+        ("lr_mult", "{input: 2}", '{"input": 2}', "[input=2, output=0.5]"),
+        ("strategy", "[dp, 1]", '["dp", 1]', "one name"),
+        ("placement", "{input: true}", '{"input": true}', "one name"),
+    ],
+)
+def test_a_value_of_another_kind_is_an_error(parse, key, value, given, expected):
+    strategy = "" if key == "strategy" else "scalevec_strategy: hg\n"
+    error = parse(f"{strategy}scalevec_{key}: {value}\n")["error"]
+    assert f"scalevec_{key} in " in error and f" is {given}: give " in error and expected in error
+    assert ("put a name in quotes" in error) == ("true" in given or "false" in given)
+
+
 @pytest.mark.parametrize("key", ["scalevec_log", "scalevec_audit"])
 def test_a_file_in_the_file_is_a_name(parse, key):
     error = parse(f"{key}: 5\n")["error"]

@@ -18,6 +18,7 @@ __all__ = [
     "TRACKER_FILE",
     "Location",
     "find_checkpoint",
+    "folder_to_load",
     "iteration_folder",
     "missing_parts",
     "not_whole",
@@ -32,6 +33,7 @@ COMMON_FILE = "common.pt"
 """Up to megatron-core 0.18; afterwards the same state is an object inside the checkpoint."""
 
 RELEASE = "release"
+_NON_PERSISTENT = "non_persistent"
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,53 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Lo
     return location
 
 
-def not_whole(folder: str | os.PathLike[str], problem: str) -> str:
-    """The sentence about a checkpoint for which :func:`missing_parts` has found something."""
-    return (
-        f"the checkpoint in {folder} is not whole ({problem}), as when a save was cut short; "
-        f"{_instead(Path(folder).parent)}."
-    )
+def folder_to_load(root: str | os.PathLike[str] | None, args: Any) -> Path | None:
+    """The iteration's folder that Megatron's ``_load_base_checkpoint`` takes; it may not exist.
+
+    Args:
+        root: The folder to load from, Megatron's ``--load``; None where there is none.
+        args: Megatron's. A non-persistent checkpoint (``--non-persistent-ckpt-type global``) is taken where
+            it is not older than the other one; local ones, which each node keeps for itself, are not looked
+            at.
+
+    Returns:
+        None where there is nothing to load, as at the first start of a run.
+
+    Raises:
+        ScaleVecError: A tracker file does not name an iteration.
+    """
+    iteration = _tracked(root)
+    if iteration != RELEASE:
+        iteration = getattr(args, "ckpt_step", None) or iteration
+    if getattr(args, "non_persistent_ckpt_type", None) == "global":
+        beside = None if root is None else Path(root) / _NON_PERSISTENT
+        apart = getattr(args, "non_persistent_global_ckpt_dir", None) or beside
+        newest = _tracked(apart)
+        # Megatron gives a release the number 0, and has no releases among these.
+        if isinstance(newest, int) and newest >= (0 if iteration in (None, RELEASE) else iteration):
+            return Path(apart) / iteration_folder(newest)
+    return None if root is None or iteration is None else Path(root) / iteration_folder(iteration)
+
+
+def _tracked(root: str | os.PathLike[str] | None) -> int | str | None:
+    """None where no tracker file is there."""
+    if root is None or not os.path.isfile(os.path.join(root, TRACKER_FILE)):
+        return None
+    return tracked_iteration(root)
+
+
+def not_whole(
+    folder: str | os.PathLike[str], problem: str, root: str | os.PathLike[str] | None = None
+) -> str:
+    """The sentence about a checkpoint for which :func:`missing_parts` has found something.
+
+    ``root``: the folder that was to be loaded from, where that may be another than the checkpoint's parent.
+    """
+    parent = Path(folder).parent
+    way = _instead(parent)
+    if root is not None and Path(root) != parent:  # where Megatron takes the newest whatever --ckpt-step says
+        way = f"leave out --non-persistent-ckpt-type for the persistent ones: {_instead(Path(root))}"
+    return f"the checkpoint in {folder} is not whole ({problem}), as when a save was cut short; {way}."
 
 
 def missing_parts(folder: str | os.PathLike[str]) -> str | None:

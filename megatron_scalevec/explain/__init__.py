@@ -134,11 +134,11 @@ def _explain(launch: Launch, options: argparse.Namespace):
 
 
 def _compare(launch: Launch, options: argparse.Namespace) -> int:
-    from megatron_scalevec.explain.compare import differences, in_a_process_of_its_own, side
+    from megatron_scalevec.explain.compare import changed, differences, in_a_process_of_its_own, side
 
     def record(text: str) -> dict:
-        changed = dataclasses.replace(launch, arguments=(*launch.arguments, *side(text)))
-        return in_a_process_of_its_own(lambda: _explain(changed, options).to_json())
+        run = dataclasses.replace(launch, arguments=tuple(changed(launch.arguments, side(text))))
+        return in_a_process_of_its_own(lambda: _explain(run, options).to_json())
 
     for text in options.diff:
         side(text)

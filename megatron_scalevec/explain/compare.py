@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_scalevec.config import STRATEGIES
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.integration.arguments import flags_in
 
-__all__ = ["differences", "in_a_process_of_its_own", "side"]
+__all__ = ["changed", "differences", "in_a_process_of_its_own", "side"]
 
 
 def side(text: str) -> list[str]:
@@ -29,6 +30,20 @@ def side(text: str) -> list[str]:
             "with --."
         )
     return words
+
+
+def changed(arguments: Sequence[str], words: Sequence[str]) -> list[str]:
+    """A launch line with one side of ``--diff``, whose own flags stand in the place of the line's."""
+    replaced = set(flags_in(words))
+    kept, dropping = [], False
+    for word in arguments:
+        if word.split("=", 1)[0] in replaced:
+            dropping = "=" not in word  # its value follows
+            continue
+        if not (dropping and not word.startswith("-")):
+            kept.append(word)
+        dropping = False
+    return [*kept, *words]
 
 
 def in_a_process_of_its_own(make: Callable[[], str]) -> dict[str, Any]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_scalevec.config import (
@@ -168,13 +171,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
+    """Refuses in sentences, and a flag with two values, of which argparse would take the last."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.register("action", None, _OneValue)
+        self.given: dict[str, Any] = {}
+
     def error(self, message: str):
         raise ScaleVecError(message) from None
 
 
+class _OneValue(argparse.Action):
+    """Store a value. The same one may come again, as from the parts that a launch script is made of."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        before = parser.given.setdefault(self.dest, values)
+        if before != values:
+            parser.error(
+                f"{option_string} is given twice, {_as_given(before)} and {_as_given(values)}; give it once."
+            )
+        setattr(namespace, self.dest, values)
+
+
+def _as_given(value: Any) -> Any:
+    return "its default" if value is None or value == "" else value
+
+
 def options() -> list[str]:
     """All flags, for messages and for the test that freezes the list."""
-    parser = add_arguments(_Parser(add_help=False))
+    parser = add_arguments(_Parser())
     return [option for action in parser._actions for option in action.option_strings]
 
 
@@ -187,8 +213,8 @@ def parse_own(argv: Sequence[str]) -> argparse.Namespace:
     """Read the flags out of a whole Megatron command line, before Megatron is imported.
 
     Raises:
-        ScaleVecError: An unknown ``--scalevec-`` flag, a bad value, or a combination that contradicts
-            itself.
+        ScaleVecError: An unknown ``--scalevec-`` flag, a bad value, two values for one flag, or a
+            combination that contradicts itself.
     """
     known = options()
     for flag in flags_in(argv):
@@ -196,7 +222,7 @@ def parse_own(argv: Sequence[str]) -> argparse.Namespace:
             near = difflib.get_close_matches(flag, known, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ScaleVecError(f"unknown argument {flag}: the flags are {', '.join(known)}.{hint}")
-    parser = add_arguments(_Parser(add_help=False, allow_abbrev=False))
+    parser = add_arguments(_Parser())
     args, _ = parser.parse_known_args(list(argv))
     if not strategy_comes_later(argv):
         ScaleVecConfig.from_namespace(args)
@@ -246,20 +272,23 @@ def merge_yaml(args: Any, command_line: argparse.Namespace, path: str) -> None:
     dropped without a word.
 
     Raises:
-        ScaleVecError: The file has an unknown ``scalevec_`` key or a bad value, or the command line says
-            something the file does not say.
+        ScaleVecError: The file has an unknown ``scalevec`` key, one in a section or a bad value, or the
+            command line says something the file does not say.
     """
     known = [option.removeprefix("--").replace("-", "_") for option in options()]
     # Megatron reads the file when CPU mode would long have had to be on.
     known.remove("scalevec_cpu")
-    for key in vars(args):
-        if key.startswith("scalevec_"):
-            choose(f"key in {path}:", key, known)
+    for section, key in _our_keys(args):
+        choose(f"key in {path}:", key, known)
+        if section:
+            raise ScaleVecError(
+                f"{section}.{key} in {path} would not be read: write {key} at the top level of that file, "
+                f"outside of {section}."
+            )
     for name in MODEL_FLAGS:
         key = f"scalevec_{name}"
         given, written = getattr(command_line, key), getattr(args, key, None)
-        if isinstance(written, list):
-            written = ",".join(written)
+        written = _text_of(name, written, path)
         setattr(args, key, written)
         if given is not None and given != written:
             flag = PREFIX + name.replace("_", "-")
@@ -282,3 +311,42 @@ def merge_yaml(args: Any, command_line: argparse.Namespace, path: str) -> None:
         if not isinstance(written := getattr(args, key), (str, type(None))):
             raise ScaleVecError(f"{key} in {path} is {written!r}, not the name of a file; put it in quotes.")
     ScaleVecConfig.from_namespace(args)
+
+
+def _our_keys(node: Any, section: str = "") -> Iterator[tuple[str, str]]:
+    """(section, key) of every key that somebody may have meant for this package, at any depth."""
+    if isinstance(node, list):
+        for number, item in enumerate(node):
+            yield from _our_keys(item, f"{section}[{number}]")
+    elif isinstance(node, SimpleNamespace):
+        for key, value in vars(node).items():
+            if re.match(r"[-_]*scale[-_]?vec", key, re.IGNORECASE):
+                yield section, key
+            yield from _our_keys(value, f"{section}.{key}" if section else key)
+
+
+# Keys that may have several names.
+_EXAMPLES = {"sites": "[attention, mlp]", "branches_off": "[k, v]", "lr_mult": "[input=2, output=0.5]"}
+
+
+def _text_of(name: str, written: Any, path: str) -> Any:
+    """The value of a key as the command line would give it; whether it is a valid one is not looked at.
+
+    Raises:
+        ScaleVecError: It is neither a string nor, where there may be several, a list of strings.
+    """
+    if written is None or isinstance(written, str):
+        return written
+    if name in _EXAMPLES:
+        if isinstance(written, list) and all(isinstance(item, str) for item in written):
+            return ",".join(written)
+        expected = f"a list of names, for example {_EXAMPLES[name]}, or one string with commas"
+    elif isinstance(written, (list, SimpleNamespace)):
+        expected = "one name"
+    else:
+        return written
+    shown = json.dumps(written, default=vars)
+    hint = ""
+    if re.search(r"\b(true|false)\b", shown):
+        hint = " YAML reads yes, no, on and off as true and false: put a name in quotes."
+    raise ScaleVecError(f"scalevec_{name} in {path} is {shown}: give {expected}.{hint}")

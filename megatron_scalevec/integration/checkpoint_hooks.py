@@ -14,11 +14,9 @@ import torch
 from megatron_scalevec.checkpoint.keys import saved_execution
 from megatron_scalevec.checkpoint.layout import (
     CONFIG_FILE,
-    TRACKER_FILE,
-    iteration_folder,
+    folder_to_load,
     missing_parts,
     not_whole,
-    tracked_iteration,
 )
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
@@ -152,15 +150,14 @@ def _require_whole(load_dir: str | None, args: Any) -> None:
     initialized = torch.distributed.is_initialized()
     if load_dir is None or (initialized and torch.distributed.get_rank() != 0):
         return
-    if not os.path.exists(os.path.join(load_dir, TRACKER_FILE)) and not getattr(args, "ckpt_step", None):
+    folder = folder_to_load(load_dir, args)
+    if folder is None:
         return  # a first start: Megatron says so, and whether that is an error is its option
-    iteration = tracked_iteration(load_dir)
-    folder = os.path.join(load_dir, iteration_folder(getattr(args, "ckpt_step", None) or iteration))
-    if not os.path.isdir(folder) or any(name.startswith("mp_rank_") for name in os.listdir(folder)):
+    if not folder.is_dir() or any(name.startswith("mp_rank_") for name in os.listdir(folder)):
         return
     problem = missing_parts(folder)
     if problem:
-        raise ScaleVecError(not_whole(folder, problem))
+        raise ScaleVecError(not_whole(folder, problem, load_dir))
 
 
 def _require_same(current: Session, args: Any, saved: Any, load_dir: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalevec.checkpoint.keys import saved_execution
-from megatron_scalevec.checkpoint.layout import TRACKER_FILE, iteration_folder, tracked_iteration
+from megatron_scalevec.checkpoint.layout import TRACKER_FILE, folder_to_load
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 
@@ -42,25 +42,25 @@ def execution_to_keep(args: Any) -> tuple[str, str] | None:
 
 def _folder(args: Any) -> Path | None:
     """Of the iteration that Megatron will load."""
-    for name in ("load", "pretrained_checkpoint"):
-        root = getattr(args, name, None)
-        step = getattr(args, "ckpt_step", None) if name == "load" else None
-        if not root or not (step or os.path.exists(os.path.join(root, TRACKER_FILE))):
-            continue
-        try:
-            folder = Path(root) / iteration_folder(step or tracked_iteration(root))
-        except ScaleVecError:
-            return None  # what is wrong with it is said when it is loaded
-        return folder if folder.is_dir() else None
-    return None
+    load, pretrained = (getattr(args, name, None) for name in ("load", "pretrained_checkpoint"))
+    if pretrained and not (load and os.path.isfile(os.path.join(load, TRACKER_FILE))):
+        load = pretrained
+    if not load:
+        return None
+    try:
+        folder = folder_to_load(load, args)
+    except ScaleVecError:
+        return None  # what is wrong with it is said when it is loaded
+    return folder if folder is not None and folder.is_dir() else None
 
 
 def _saved_arguments(folder: Path) -> Any:
     from megatron.core import dist_checkpointing, safe_globals
+    from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         safe_globals.register_safe_globals()
         return dist_checkpointing.load_common_state_dict(str(folder)).get("args")
-    except Exception:
+    except (Exception, CheckpointException):  # which is no Exception
         # Of another format, or not whole: the run stops when it loads it, with the reason.
         return None
