@@ -9,7 +9,8 @@ pytestmark = pytest.mark.needs_training
 DISTRIBUTED = ["--use-distributed-optimizer"]
 OVERLAP = [*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather"]
 IN_OPTIMIZER = ["--scalevec-execution", "optimizer"]
-FOLDABLE = ["--scalevec-strategy", "unified-foldable", *IN_OPTIMIZER]
+UNIFIED_FOLDABLE = ["--scalevec-strategy", "unified-foldable"]
+FOLDABLE = [*UNIFIED_FOLDABLE, *IN_OPTIMIZER]
 
 
 ALL_LAYOUTS = {**EXPERT_LAYOUTS, **LAYOUTS, "dp2": (2, DISTRIBUTED)}
@@ -73,8 +74,8 @@ def test_weights_and_vectors_of_different_optimizers(ranks, layout, model, flags
 def test_skipped_steps_of_fp16(ranks):
     """The initial loss scale overflows: steps are skipped, then the run goes on, in both modes alike."""
     flags = ["--fp16", "--initial-loss-scale", str(2**40), "--loss-scale-window", "2"]
-    argv = tiny_gpt("llama", *flags, *OVERLAP, *FOLDABLE, "--train-iters", "30")
-    [ours, _] = ranks.run("train", 2, argv=argv)
+    argv = tiny_gpt("llama", *flags, *OVERLAP, *UNIFIED_FOLDABLE, "--train-iters", "30")
+    [ours, _] = ranks.run("train", 2, argv=[*argv, *IN_OPTIMIZER])
     [theirs, _] = ranks.run("train", 2, argv=[*argv, "--scalevec-execution", "autograd"])
     assert ours["audit"]["execution"] == "optimizer"
     assert np.isfinite(ours["losses"]).all()
