@@ -17,6 +17,7 @@ from typing import Any
 from megatron_scalevec.errors import ScaleVecError
 
 __all__ = [
+    "BOOLEAN_IN_YAML",
     "BRANCHES",
     "BRANCH_NAMES",
     "COMPONENTS",
@@ -150,6 +151,9 @@ COMPONENTS: Mapping[str, Mapping[str, str]] = {
 }
 
 
+BOOLEAN_IN_YAML = "YAML reads yes, no, on and off as true and false: put a name in quotes."
+
+
 def choose(what: str, value: str, valid: Iterable[str]) -> str:
     """Return ``value`` if it is one of ``valid``.
 
@@ -162,7 +166,7 @@ def choose(what: str, value: str, valid: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     if isinstance(value, bool):
-        hint = " YAML reads yes, no, on and off as true and false: put a name in quotes."
+        hint = f" {BOOLEAN_IN_YAML}"
     raise ScaleVecError(f"unknown {what} {value!r}: choose one of {', '.join(names)}.{hint}")
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_scalevec.command_line import SentenceParser
 from megatron_scalevec.compare.comparison import compare
 from megatron_scalevec.compare.reading import read_runs
 from megatron_scalevec.compare.rendering import render, table
 from megatron_scalevec.compare.run import Run, visible
 from megatron_scalevec.compare.statistics import LEVELS
 from megatron_scalevec.demo.folder import REPORT
-from megatron_scalevec.demo.options import SentenceParser
 from megatron_scalevec.demo.process import quiet, require_matplotlib
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.study.store import DESCRIPTION

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_scalevec.command_line import SentenceParser
 from megatron_scalevec.config import STRATEGIES, ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 
 __all__ = [
     "BASELINE",
     "Options",
-    "SentenceParser",
     "add_size",
     "add_text",
     "built_strategies",
@@ -92,50 +92,6 @@ def built_strategies() -> list[str]:
             continue
         found.append(name)
     return found
-
-
-class SentenceParser(argparse.ArgumentParser):
-    """A parser that refuses as the rest of this package does.
-
-    It refuses an option that is given twice as well, of which argparse would take the last without a word.
-    Options that may have several entries say so: ``action="extend"``.
-
-    Attributes:
-        given: Where the values of the options that were given are stored, flags without a value left out.
-    """
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        self.given: set[str] = set()
-        super().__init__(*args, **more)
-        for name, action in ((None, _Once), ("store", _Once), ("extend", _Extend)):
-            self.register("action", name, action)
-
-    def parse_known_args(self, args=None, namespace=None):
-        self.given.clear()
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str):
-        raise ScaleVecError(f"{self.prog}: {message}.") from None
-
-
-class _Once(argparse.Action):
-    """Store a value, the only one."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        if self.option_strings:
-            if self.dest in parser.given:
-                before = getattr(namespace, self.dest)
-                parser.error(f"{self.option_strings[-1]} is given twice, {before} and {values}; give it once")
-            parser.given.add(self.dest)
-        setattr(namespace, self.dest, values)
-
-
-class _Extend(argparse.Action):
-    """Store values behind those that are there."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        parser.given.add(self.dest)
-        setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or ()), *values])
 
 
 def add_text(parser: argparse.ArgumentParser) -> None:

@@ -15,8 +15,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_scalevec.command_line import SentenceParser
 from megatron_scalevec.cost import H100_BYTES_PER_SECOND
-from megatron_scalevec.demo.options import SentenceParser
 from megatron_scalevec.errors import USAGE_EXIT_CODE, ScaleVecError
 from megatron_scalevec.explain.launch_line import Launch, launch_in_command, launch_in_script
 

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_scalevec.command_line import SentenceParser
 from megatron_scalevec.config import (
+    BOOLEAN_IN_YAML,
     BRANCH_NAMES,
     COMPONENTS,
     DEFAULT_SITES,
@@ -170,37 +172,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-class _Parser(argparse.ArgumentParser):
-    """Refuses in sentences, and a flag with two values, of which argparse would take the last."""
-
-    def __init__(self) -> None:
-        super().__init__(add_help=False, allow_abbrev=False)
-        self.register("action", None, _OneValue)
-        self.given: dict[str, Any] = {}
-
+class _Parser(SentenceParser):
     def error(self, message: str):
         raise ScaleVecError(message) from None
 
 
-class _OneValue(argparse.Action):
-    """Store a value. The same one may come again, as from the parts that a launch script is made of."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        before = parser.given.setdefault(self.dest, values)
-        if before != values:
-            parser.error(
-                f"{option_string} is given twice, {_as_given(before)} and {_as_given(values)}; give it once."
-            )
-        setattr(namespace, self.dest, values)
-
-
-def _as_given(value: Any) -> Any:
-    return "its default" if value is None or value == "" else value
-
-
 def options() -> list[str]:
     """All flags, for messages and for the test that freezes the list."""
-    parser = add_arguments(_Parser())
+    parser = add_arguments(_Parser(add_help=False, allow_abbrev=False))
     return [option for action in parser._actions for option in action.option_strings]
 
 
@@ -222,7 +201,7 @@ def parse_own(argv: Sequence[str]) -> argparse.Namespace:
             near = difflib.get_close_matches(flag, known, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ScaleVecError(f"unknown argument {flag}: the flags are {', '.join(known)}.{hint}")
-    parser = add_arguments(_Parser())
+    parser = add_arguments(_Parser(add_help=False, allow_abbrev=False))
     args, _ = parser.parse_known_args(list(argv))
     if not strategy_comes_later(argv):
         ScaleVecConfig.from_namespace(args)
@@ -346,7 +325,5 @@ def _text_of(name: str, written: Any, path: str) -> Any:
     else:
         return written
     shown = json.dumps(written, default=vars)
-    hint = ""
-    if re.search(r"\b(true|false)\b", shown):
-        hint = " YAML reads yes, no, on and off as true and false: put a name in quotes."
+    hint = f" {BOOLEAN_IN_YAML}" if re.search(r"\b(true|false)\b", shown) else ""
     raise ScaleVecError(f"scalevec_{name} in {path} is {shown}: give {expected}.{hint}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_scalevec.command_line import SentenceParser
 from megatron_scalevec.demo import options as demo
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.study.arms import Arm, read_arms
@@ -133,7 +134,7 @@ def _as_words(record: Mapping[str, Any]) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``scalevec study``."""
-    made = demo.SentenceParser(
+    made = SentenceParser(
         prog="scalevec study",
         description=(
             "Train a small GPT with Megatron's own loop under every arm, optimizer and seed, each arm at the "
