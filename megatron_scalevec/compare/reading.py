@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_scalevec.compare.run import LAST_STEP, Run, make_run, require_sound, visible
-from megatron_scalevec.compare.series import Series
 from megatron_scalevec.demo.folder import KIND as DEMO
 from megatron_scalevec.demo.folder import REPORT
 from megatron_scalevec.demo.logs import LogReader
+from megatron_scalevec.demo.series import Series
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.study.store import DESCRIPTION, Store
 

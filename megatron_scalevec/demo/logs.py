@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_scalevec.demo.series import Series
+
 __all__ = ["LogReader", "diverged", "failure_excerpt"]
 
 # Launchers may put the rank, and machines the time, before each line: nothing is asked of a line's start.
@@ -39,17 +41,18 @@ class LogReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.training: dict[int, float] = {}
+        self._series = Series()
+        self.training = self._series.of("training")
         """Training loss of each step; NaN where Megatron left it out because it was no number."""
-        self.step_times: dict[int, float] = {}
+        self.step_times = self._series.of("step_times")
         """Milliseconds of each step."""
-        self.validation: dict[int, float] = {}
+        self.validation = self._series.of("validation")
         """Validation loss at the steps where it was measured during training."""
         self.final_validation: float | None = None
         """Validation loss after training; None again once training went on after it."""
         self.parameters: int | None = None
         """Trainable parameters of the first rank that names them."""
-        self.samples: dict[int, int] = {}
+        self.samples = self._series.of("samples")
         """Sequences consumed at each step."""
         self.memory_megabytes: float | None = None
         """Largest memory allocated on a GPU, of the first ranks of the stages that report theirs."""
@@ -59,13 +62,20 @@ class LogReader:
         """The same, as each start printed them; one that took no step is one with the next."""
         self.failed_at: int | None = None
         """The step at which Megatron gave up because the loss was no finite number, if nothing followed."""
-        self.abandoned: int | None = None
-        """The last step that was given up when earlier ones were taken again, if any was."""
-        self.step = 0
         self._starting = False
         self._first: tuple[int, float] | None = None
         self._offset = 0
         self._rest = b""
+
+    @property
+    def step(self) -> int:
+        """The last step that was taken."""
+        return self._series.last or 0
+
+    @property
+    def abandoned(self) -> int | None:
+        """See :class:`Series`."""
+        return self._series.abandoned
 
     def poll(self, ended: bool = False) -> bool:
         """Read what was added; whether anything was.
@@ -96,7 +106,7 @@ class LogReader:
             if loss is None or match[2] not in (None, "validation"):
                 return
             if match[2] is None:
-                self.validation[int(match[1])] = loss
+                self._series.add("validation", int(match[1]), loss)
             else:
                 self.final_validation = loss
         elif match := _ARGUMENT.search(line):
@@ -115,22 +125,15 @@ class LogReader:
     def _iteration(self, step: int, fields: dict[str, str]) -> None:
         # It went on from a checkpoint, or for more steps: what was the end is none.
         self.failed_at = self.final_validation = None
-        if step < self.step:
-            self.abandoned = max(self.step, self.abandoned or 0)
-        if self._starting or step < self.step:
-            # Steps after that checkpoint are taken again. A log may have lost all its other lines.
-            for values in (self.training, self.step_times, self.samples, self.validation):
-                for left in [one for one in values if one >= step]:
-                    del values[left]
+        self._series.trained(step)
         skipped = _number(fields.get("number of skipped iterations"))
         loss = self._own(step, self._loss(fields, skipped), skipped)
         if loss is not None:
-            self.training[step] = loss
+            self._series.add("training", step, loss)
         if (samples := _finite(fields.get("consumed samples"))) is not None:
-            self.samples[step] = int(samples)
+            self._series.add("samples", step, samples)
         if (time := _finite(fields.get("elapsed time per iteration (ms)"))) is not None:
-            self.step_times[step] = time
-        self.step = step
+            self._series.add("step_times", step, time)
 
     def _loss(self, fields: dict[str, str], skipped: float | None) -> float | None:
         """The loss as Megatron prints it: not at all if it is NaN, and as 0 where every step was skipped."""

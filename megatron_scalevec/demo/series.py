@@ -18,22 +18,27 @@ class Series:
         """By name, those that a run has."""
         self.abandoned: int | None = None
         """The last training step that was given up; it may have been taken again."""
-        self._last: int | None = None
+        self.last: int | None = None
+        """The last training step."""
         self._since: list[tuple[str, int]] = []
+
+    def of(self, name: str) -> dict[int, float]:
+        """The values of a name by step, which later ones join."""
+        return self.values.setdefault(name, {})
 
     def add(self, name: str, step: int, value: float) -> None:
         """Note a value."""
-        self.values.setdefault(name, {})[step] = value
+        self.of(name)[step] = value
         self._since.append((name, step))
 
     def trained(self, step: int) -> None:
         """A training step was taken; its values are added after this, or were just before."""
-        if self._last is not None and step < self._last:
-            self.abandoned = max(self._last, self.abandoned or 0)
+        if self.last is not None and step < self.last:
+            self.abandoned = max(self.last, self.abandoned or 0)
             for name, values in self.values.items():
                 for one in [one for one in values if one >= step]:
                     # What was said of this step since the last one was taken belongs to the new beginning.
                     if one > step or (name, one) not in self._since:
                         del values[one]
-        self._last = step
+        self.last = step
         self._since.clear()
