@@ -59,7 +59,6 @@ def main() -> None:
         for name in _USED_BY_RUNS:
             importlib.import_module(name)
     _fork_writers()
-    _stand_in_for_einops()
     connection = multiprocessing.connection.Connection(int(sys.argv[1]))
     while True:
         try:
@@ -80,19 +79,6 @@ def _fork_writers() -> None:
     filesystem_async.mp = SimpleNamespace(
         **{**vars(original), "get_context": lambda method: original.get_context("fork")}
     )
-
-
-def _stand_in_for_einops() -> None:
-    """Megatron wants that package for one rearrangement, where the distributed optimizer has several
-    instances; most environments are without it."""
-    from megatron.core import parallel_state
-
-    def rearrange(ranks, pattern, *, l, s, u):  # noqa: E741
-        assert pattern == "(l s u) -> (l u) s"
-        return ranks.reshape(l, s, u).transpose(0, 2, 1).reshape(l * u, s)
-
-    if not parallel_state.HAVE_EINOPS:
-        parallel_state.einops, parallel_state.HAVE_EINOPS = SimpleNamespace(rearrange=rearrange), True
 
 
 def run(job: Job, world_size: int, timeout: float, arguments: dict[str, Any]):
