@@ -38,7 +38,10 @@ class Reparameterization(ABC):
 
     @abstractmethod
     def compose(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """γ [n] from the parts by suffix, differentiable, in the parts' dtype."""
+        """γ [..., n] from the parts by suffix, differentiable, in the parts' dtype.
+
+        Vectors lie along the last axis; what is before it numbers several of them.
+        """
 
     @abstractmethod
     def decompose(self, gamma: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -118,9 +121,9 @@ class Unit(Reparameterization):
         u = parts["direction"]
         # The largest entry is divided out first, so that squares neither overflow nor vanish. It cancels,
         # hence no gradient goes through it.
-        largest = u.detach().abs().max()
+        largest = u.detach().abs().amax(-1, keepdim=True)
         v = u / torch.where(largest > 0, largest, torch.ones_like(largest))
-        mean_square = v.square().mean()
+        mean_square = v.square().mean(-1, keepdim=True)
         rms = torch.where(largest > 0, mean_square, torch.ones_like(mean_square)).sqrt()
         return parts["magnitude"] * (v / rms)
 

@@ -27,9 +27,6 @@ class _Kind:
         self.values: dict[str, torch.Tensor] = {}
         self.gradients: dict[str, torch.Tensor] = {}
 
-    def compose(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.vmap(self.reparam.compose)(parts)
-
 
 class VectorTable:
     """float32 copies of the stored parts of some vectors, γ, and their gradients.
@@ -83,7 +80,7 @@ class VectorTable:
         at = 0
         for kind in self._kinds:
             own = self.flat_gamma[at : at + len(kind.vectors) * kind.size]
-            own.copy_(kind.compose(kind.values).reshape(-1))
+            own.copy_(kind.reparam.compose(kind.values).reshape(-1))
             at += own.numel()
 
     def chain(self) -> None:
@@ -95,7 +92,7 @@ class VectorTable:
             at += sums.numel()
             with torch.enable_grad():
                 leaves = {s: value.detach().requires_grad_() for s, value in kind.values.items()}
-                found = torch.autograd.grad(kind.compose(leaves), list(leaves.values()), sums)
+                found = torch.autograd.grad(kind.reparam.compose(leaves), list(leaves.values()), sums)
             for suffix, gradient in zip(leaves, found):
                 kind.gradients[suffix].copy_(gradient)
 

@@ -91,10 +91,8 @@ class Batch:
     def load(self, values: torch.Tensor) -> None:
         """Take values [3, stored elements]: before, after, gradients."""
         parts = {suffix: values[:, index] for suffix, index in self._index.items()}
-        compose = torch.vmap(self._reparam.compose)
-        self.before, self.after = (
-            compose({suffix: part[time] for suffix, part in parts.items()}) + self._shift for time in (0, 1)
-        )
+        values_alone = {suffix: part[:2] for suffix, part in parts.items()}
+        self.before, self.after = self._reparam.compose(values_alone) + self._shift
         for part in self._reparam.parts:
             if part.scalar:
                 self.magnitude = parts[part.suffix][1, :, 0]
