@@ -310,7 +310,9 @@ def test_steps_left_count_runs_under_way_and_runs_not_planned_yet(tmp_path):
     queue = JobQueue(options, opened(tmp_path / "study", options), "9,1,0")
     runs, steps = remaining_steps(queue)
     assert (runs, steps) == (6 + 4, 6 * options.tuning_steps + 4 * options.steps)
-    queue.next().reader.step = 30
+    reader = queue.next().reader
+    reader.path.write_text(" iteration       30/     150 | lm loss: 4.1E+00 |\n")
+    assert reader.poll()
     assert remaining_steps(queue) == (runs, steps - 30)
 
 
