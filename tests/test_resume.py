@@ -40,7 +40,7 @@ def _cases():
     yield from (("unified", "tp2-sp", layout) for layout in ("pp2-vpp", "cp2", "dp2-distopt"))
 
 
-@pytest.mark.parametrize(("strategy", "source", "target"), _cases())
+@pytest.mark.parametrize(("strategy", "source", "target"), list(_cases()))
 def test_a_resumed_run_repeats_the_uninterrupted_one(ranks, saved, strategy, source, target):
     folder, whole = saved(source, strategy)
     load = ["--load", str(folder), "--ckpt-step", "5"]
