@@ -317,8 +317,12 @@ def test_the_mode_that_a_checkpoint_asks_for(tmp_path, monkeypatch, saved, more,
     assert execution_to_keep(SimpleNamespace(**vars(args), ckpt_step=5)) == wanted
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     assert execution_to_keep(args) == wanted
+    # Megatron fine-tunes from it: weights alone.
     pretrained = {"load": str(tmp_path / "new"), "pretrained_checkpoint": str(tmp_path)}
-    assert execution_to_keep(_arguments(**{**more, **pretrained})) == wanted
+    alone = wanted if "optimizer" in more else None
+    assert execution_to_keep(_arguments(**{**more, **pretrained})) == alone
+    own = {"load": str(tmp_path), "pretrained_checkpoint": str(tmp_path / "other")}
+    assert execution_to_keep(_arguments(**{**more, **own})) == wanted
 
 
 @pytest.mark.parametrize(

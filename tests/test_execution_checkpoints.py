@@ -247,6 +247,22 @@ def test_the_default_goes_on_in_the_mode_of_the_checkpoint(ranks, saved):
     np.testing.assert_allclose(run["losses"][0], whole[-1]["losses"][5], rtol=1e-6)
 
 
+def test_a_checkpoint_of_the_format_torch_goes_on_in_torch_dist(ranks, saved):
+    """Which is the format of runs by autograd alone: in their mode bit by bit, and in the other one, with the
+    optimizer's state or its weights alone."""
+    strategy = ("--scalevec-strategy", "dp")
+    folder, whole = saved("serial", "plain", *strategy, "--ckpt-format", "torch")
+    runs = _resume(ranks, folder, "serial", "plain", *strategy)
+    assert runs[0]["audit"]["execution_reason"].startswith(f"as before in {folder}")
+    for first, second in zip(whole, runs):
+        assert second["losses"] == first["losses"][5:] and len(second["losses"]) == 5
+        assert second["moments"] == first["moments"] and first["moments"]
+    for more, steps in (((), 5), (("--no-load-optim",), 1)):
+        run = _resume(ranks, folder, "serial", "plain", *strategy, *IN_OPTIMIZER, *more)[-1]
+        assert run["audit"]["execution"] == "optimizer" and len(run["losses"]) == 5
+        np.testing.assert_allclose(run["losses"][:steps], whole[-1]["losses"][5:][:steps], rtol=1e-3)
+
+
 # --- the tools ----------------------------------------------------------------------------------------
 
 

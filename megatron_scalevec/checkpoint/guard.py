@@ -128,7 +128,7 @@ class Guarded:
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         for key in [key for key in state_dict if key.startswith(f"{prefix}{GUARD}.")]:
             del state_dict[key]
-        for name in foreign_weights(self, execution_of(self)):
+        for name in foreign_weights(self, self.scalevec_loads_execution or execution_of(self)):
             loaded = state_dict.get(prefix + name)
             if loaded is not None and loaded.dim() == self.get_parameter(name).dim() + 1:
                 state_dict[prefix + name] = loaded.squeeze(0)
