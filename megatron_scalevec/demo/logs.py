@@ -125,7 +125,7 @@ class LogReader:
     def _iteration(self, step: int, fields: dict[str, str]) -> None:
         # It went on from a checkpoint, or for more steps: what was the end is none.
         self.failed_at = self.final_validation = None
-        self._series.trained(step)
+        self._series.trained(step, self._starting)
         skipped = _number(fields.get("number of skipped iterations"))
         loss = self._own(step, self._loss(fields, skipped), skipped)
         if loss is not None:
