@@ -653,6 +653,27 @@ def test_steps_that_were_given_up_in_a_log_without_its_arguments_are_left_out(tm
     assert read_run(tmp_path / "run.log").diverged_at == 121
 
 
+@pytest.mark.parametrize("again", [101, 150, 151])
+@pytest.mark.parametrize("starts", [True, False])
+def test_validations_of_steps_that_were_given_up_are_left_out(tmp_path, again, starts):
+    """Megatron prints the first step of a process and then one in a hundred: a run that goes on may do so
+    between the last one that it printed and its last validation."""
+    if again > 150 and not starts:
+        return  # nothing tells that it went on
+    start = "  seed .......... 1\n" * starts
+    lines = [start, *(ITERATION.format(step=step, ms=100, loss=3.0) + "\n" for step in (100, 150))]
+    lines += [VALIDATION.format(where=step, loss=3.5) + "\n" for step in (150, 175)]
+    lines += [start, ITERATION.format(step=again, ms=100, loss=2.0) + "\n"]
+    (tmp_path / "run.log").write_text("".join(lines))
+    run = read_run(tmp_path / "run.log")
+    assert run.losses[-1] == 2.0
+    assert run.steps.tolist() == sorted({step for step in (100, 150) if step <= again} | {again})
+    # The one of step 150 may be of a line that is there twice.
+    assert [step for step, _ in run.validation] == [150] * (again > 150 or (again == 150 and not starts))
+    [remark] = run.remarks
+    assert f"had come to step 175, went back, and has come to step {again} since" in remark
+
+
 def test_steps_taken_again_to_the_end_need_no_remark(tmp_path):
     lines = [{"step": step, "loss": 9.0 - step} for step in (1, 2, 3, 4, 3, 4, 4, 5)]
     (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -226,6 +226,9 @@ SPEED = "is not a bandwidth in GB/s, 0.001 to 1e+09"
         (["--memory-bandwidth", "inf"], f"argument --memory-bandwidth: 'inf' {SPEED}"),
         (["--rank", "0", "--rank", "1"], "--rank is given twice, 0 and 1; give it once"),
         (["--diff", "hg", "dp", "--diff", "hg", "unified"], "--diff is given twice"),
+        (["--diff", "hg", "dp", "--dif", "hg", "unified"], "--diff is given twice"),
+        (["--dif", "hg"], "--diff takes two strategies"),
+        (["--dif", "hg", "no strategy"], "no strategy"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -300,6 +300,29 @@ def test_a_failure_stops_the_study_and_keeps_what_is_done(tmp_path):
     assert len(store.results()) == 4
 
 
+DIVERGED = "ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 0"
+
+
+@pytest.mark.parametrize("before, now", [("scalevec: error: no room", DIVERGED), (DIVERGED, "disk full")])
+def test_how_a_run_ended_is_said_by_its_last_start(tmp_path, capsys, before, now):
+    """A run's log goes on with the one of an earlier start, which may have ended otherwise."""
+    options = small("--rates", "3e-3")
+    store = opened(tmp_path / "study", options)
+    queue = FakeQueue(options, store, "9,1,0")
+    name = "final-adam-stock-lr0.003-seed1235"
+    (store.folder / "logs" / f"{name}.log").write_text(f"{before}\n")
+    queue.special = {name: (now, 1)}
+    if now == DIVERGED:
+        carried_out(queue)
+        assert store.results()[name]["final_validation_loss"] is None
+        return
+    with pytest.raises(RunFailed) as failed:
+        carried_out(queue)
+    study._explain(failed.value, options)
+    shown = capsys.readouterr().err
+    assert now in shown and before not in shown
+
+
 def test_time_left():
     assert seconds_left(100, 50.0, 300) == 150.0 and seconds_left(0, 50.0, 300) is None
     assert clock(3723.4) == "1:02:03" and clock(-1) == "0:00:00"

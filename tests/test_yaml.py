@@ -41,6 +41,36 @@ def test_something_else_on_the_command_line_is(parse):
     assert "says 'hg': write 'scalevec_strategy: dp'" in found["error"]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "flag"),
+    [
+        ("sites", "[mlp, attention]", "mlp,attention"),
+        ("branches_off", "'v, k'", "v,k"),
+        ("lr_mult", "input=2.0", "input=2"),
+        ("log_interval", "'20'", "20"),
+    ],
+)
+def test_the_same_in_another_form_is_no_contradiction(parse, key, value, flag):
+    flag = f"--scalevec-{key.replace('_', '-')}={flag}"
+    assert "error" not in parse(f"scalevec_strategy: hg\nscalevec_{key}: {value}\n", flag)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "flag"),
+    [
+        ("execution", "autograd", "optimizer"),
+        ("log_interval", "50", "100"),
+        ("debug_replicas", "5", "1"),
+        ("log", "a.jsonl", "b.jsonl"),
+        ("audit", "a.json", "b.json"),
+    ],
+)
+def test_another_value_for_one_launch_is_a_contradiction(parse, key, value, flag):
+    name = f"--scalevec-{key.replace('_', '-')}"
+    error = parse(f"scalevec_strategy: hg\nscalevec_{key}: {value}\n", name, flag)["error"]
+    assert f"says {name} {flag}, and scalevec_{key} in " in error and f" is {value}: make them" in error
+
+
 def test_a_wrong_name_in_the_file_is_an_error_with_the_valid_ones(parse):
     found = parse("scalevec_strategy: gh\n")
     assert "unknown strategy 'gh'" in found["error"] and "Did you mean 'hg'" in found["error"]

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_scalevec.command_line import SentenceParser
 from megatron_scalevec.config import ScaleVecConfig
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.hybrid_layers import HYBRID_PARTS, hybrid_pattern
@@ -242,7 +243,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     from megatron_scalevec.integration.arguments import MODEL_FLAGS, add_arguments
 
     unfold = command == "unfold"
-    parser = argparse.ArgumentParser(
+    parser = SentenceParser(
         prog=f"scalevec {command}",
         description=(
             "Make a stock Megatron checkpoint the start of a run with scale vectors."

@@ -125,7 +125,7 @@ class LogReader:
     def _iteration(self, step: int, fields: dict[str, str]) -> None:
         # It went on from a checkpoint, or for more steps: what was the end is none.
         self.failed_at = self.final_validation = None
-        self._series.trained(step)
+        self._series.trained(step, self._starting)
         skipped = _number(fields.get("number of skipped iterations"))
         loss = self._own(step, self._loss(fields, skipped), skipped)
         if loss is not None:
@@ -175,10 +175,10 @@ def diverged(excerpt: Iterable[str]) -> bool:
     return any(_UNEXPECTED in line for line in excerpt)
 
 
-def failure_excerpt(path: Path, lines: int = 15) -> list[str]:
-    """The last lines of a failed run's log that tell a person something."""
+def failure_excerpt(path: Path, lines: int = 15, start: int = 0) -> list[str]:
+    """The last lines of a failed run's log, from byte ``start`` on, that tell a person something."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_bytes()[start:].decode("utf-8", errors="replace")
     except OSError:
         return []
     found = [line.rstrip() for line in text.splitlines() if line.strip()]

@@ -113,6 +113,8 @@ class Run:
     started: float | None = None
     seconds: float | None = None
     process: subprocess.Popen | None = field(default=None, repr=False)
+    log_start: int = 0
+    """Where its log begins, behind those of earlier starts."""
 
 
 class RunFailed(Exception):
@@ -218,6 +220,7 @@ def _start(run: Run, env: dict[str, str], keep_open: Sequence[int]) -> None:
     run.started = time.monotonic()
     # A run that goes on goes on with its log.
     with open(run.reader.path, "ab") as log:
+        run.log_start = log.tell()
         log.write((shlex.join(run.command) + "\n").encode())
         log.flush()
         # A session of its own: Ctrl-C reaches the demo, which then ends the whole group.

@@ -157,19 +157,25 @@ def _compare(launch: Launch, options: argparse.Namespace) -> int:
 
 
 def _sides(words: list[str]) -> tuple[list[str], list[str] | None]:
-    """Take ``--diff A B`` out of the words: argparse would take a flag in the place of A for its own."""
-    if "--diff" not in words:
+    """Take ``--diff A B`` out of the words, also where it is cut short as argparse allows: that would take a
+    flag in the place of A for its own."""
+    place = _place_of_diff(words)
+    if place is None:
         return words, None
-    place = words.index("--diff")
     sides = words[place + 1 : place + 3]
     if len(sides) < 2:
         raise ScaleVecError(
             "scalevec explain: --diff takes two strategies, or two sets of arguments, each in quotes."
         )
     left = words[:place] + words[place + 3 :]
-    if "--diff" in left:
+    if _place_of_diff(left) is not None:
         raise ScaleVecError("scalevec explain: --diff is given twice; give it once, with two sides.")
     return left, sides
+
+
+def _place_of_diff(words: list[str]) -> int | None:
+    found = (place for place, word in enumerate(words) if len(word) > 2 and "--diff".startswith(word))
+    return next(found, None)
 
 
 class _Parser(SentenceParser):

@@ -7,7 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.command_line import SentenceParser
 from megatron_scalevec.lifetime import stopped_by_signals
 
 __all__ = ["export_main", "import_main"]
@@ -102,9 +102,9 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, advance=done, total=total)
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(SentenceParser):
     def error(self, message: str):
-        raise ScaleVecError(f"{self.prog}: {message}; {self.prog} --help says more.") from None
+        super().error(f"{message}; {self.prog} --help says more")
 
 
 def _export_parser() -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import re
@@ -264,10 +265,14 @@ def merge_yaml(args: Any, command_line: argparse.Namespace, path: str) -> None:
                 f"{section}.{key} in {path} would not be read: write {key} at the top level of that file, "
                 f"outside of {section}."
             )
+    types = {action.dest: action.type for action in add_arguments(_Parser(add_help=False))._actions}
     for name in MODEL_FLAGS:
         key = f"scalevec_{name}"
         given, written = getattr(command_line, key), getattr(args, key, None)
         written = _text_of(name, written, path)
+        if written is not None:
+            with contextlib.suppress(argparse.ArgumentTypeError):  # the configuration says what is wrong
+                written = types[key](written)
         setattr(args, key, written)
         if given is not None and given != written:
             flag = PREFIX + name.replace("_", "-")
@@ -290,6 +295,13 @@ def merge_yaml(args: Any, command_line: argparse.Namespace, path: str) -> None:
         if not isinstance(written := getattr(args, key), (str, type(None))):
             raise ScaleVecError(f"{key} in {path} is {written!r}, not the name of a file; put it in quotes.")
     ScaleVecConfig.from_namespace(args)
+    for name in _LAUNCH_FLAGS:
+        given, written = (getattr(one, f"scalevec_{name}") for one in (command_line, args))
+        if given is not None and given != written:
+            raise ScaleVecError(
+                f"the command line says {PREFIX}{name.replace('_', '-')} {given}, and scalevec_{name} in "
+                f"{path} is {written}: make them the same, or leave one out."
+            )
 
 
 def _our_keys(node: Any, section: str = "") -> Iterator[tuple[str, str]]:

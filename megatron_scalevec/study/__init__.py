@@ -103,7 +103,7 @@ def _explain(failed: Any, options: Options) -> None:
     from megatron_scalevec.demo.logs import failure_excerpt
 
     log = failed.run.reader.path
-    for line in failure_excerpt(log):
+    for line in failure_excerpt(log, start=failed.run.log_start):
         print(f"  {line}", file=sys.stderr)
     print(
         f"scalevec study: the run {failed.run.name} {failed.reason}, so the study was stopped; what was done "

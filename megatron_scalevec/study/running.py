@@ -90,7 +90,7 @@ class JobQueue:
         """
         job, _ = self.active.pop(run.name)
         reason = failure(run, code)
-        if reason and not diverged(failure_excerpt(run.reader.path)):
+        if reason and not diverged(failure_excerpt(run.reader.path, start=run.log_start)):
             raise RunFailed(run, reason)
         result = _result(job, run, None if reason else run.reader.final_validation)
         self.store.add(result)
