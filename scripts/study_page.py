@@ -1,6 +1,8 @@
 """Write docs/study.md, its figures (docs/study.json) and its pictures from the folders of studies.
 
 .venv/bin/python scripts/study_page.py STUDY...
+
+A study takes the place of the one with the same optimizers; those with others stay on the page.
 """
 
 from __future__ import annotations
@@ -78,9 +80,15 @@ def main(folders: list[str]) -> None:
                 shutil.copyfile(picture, shown)
             else:
                 shown.unlink(missing_ok=True)
-    write_report({"studies": reports}, DOCS / "study.json")
-    kept = json.loads((DOCS / "study.json").read_text(encoding="utf-8"))["studies"]
-    (DOCS / "study.md").write_text(page(kept), encoding="utf-8")
+    figures = DOCS / "study.json"
+    on_page = _studies(figures) if figures.is_file() else []
+    by_title = {title(report): report for report in (*on_page, *reports)}
+    write_report({"studies": list(by_title.values())}, figures)
+    (DOCS / "study.md").write_text(page(_studies(figures)), encoding="utf-8")
+
+
+def _studies(figures: Path) -> list[dict]:
+    return json.loads(figures.read_text(encoding="utf-8"))["studies"]
 
 
 if __name__ == "__main__":

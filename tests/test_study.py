@@ -846,6 +846,20 @@ def test_the_page_in_the_documentation_is_what_its_figures_say():
         assert options.record() == report["options"], "the command on the page makes another study"
 
 
+def test_a_study_with_another_optimizer_joins_those_on_the_page(tmp_path, monkeypatch):
+    study_page = load_script("study_page")
+    (tmp_path / "docs" / "images").mkdir(parents=True)
+    monkeypatch.setattr(study_page, "DOCS", tmp_path / "docs")
+    for number, (optimizer, loss) in enumerate((("adam", 2.5), ("muon", 2.4), ("adam", 2.3))):
+        options = parse(["--arms", "hg", "--optimizers", optimizer, "--rates", "1e-3,2e-3,4e-3"])
+        store = opened(tmp_path / str(number), options)
+        fill(store, options, {"stock": (loss,) * 3, "hg": (loss,) * 3})
+        study_page.main([str(tmp_path / str(number))])
+    page = (tmp_path / "docs" / "study.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## .*$", page, re.MULTILINE) == ["## Study with AdamW", "## Study with Muon"]
+    assert "2.4000" in page and "2.3000" in page and "2.5000" not in page
+
+
 def test_report_says_what_short_tuning_may_have_done(tmp_path):
     options = parse(["--arms", "hg", "--rates", "1e-3,2e-3,4e-3", "--steps", "60", "--tuning-steps", "20"])
     store = opened(tmp_path / "study", options)
