@@ -14,6 +14,8 @@ FOLDABLE = [*UNIFIED_FOLDABLE, *IN_OPTIMIZER]
 
 
 ALL_LAYOUTS = {**EXPERT_LAYOUTS, **LAYOUTS, "dp2": (2, DISTRIBUTED)}
+# By default its products are of bfloat16 numbers, where the processor multiplies such.
+MUON = ["--optimizer", "muon", "--muon-fp32-matmul-prec", "high"]
 EVALUATING = ["--eval-interval", "3", "--eval-iters", "1"]
 
 
@@ -54,10 +56,10 @@ def test_both_modes_in_a_layout(ranks, layout, flags):
     ("layout", "model", "flags"),
     [
         # Weights step first and are gathered after their vectors have stepped.
-        ("dp2", "llama", ["--optimizer", "muon"]),
+        ("dp2", "llama", MUON),
         ("dp2-distopt", "llama", ["--optimizer", "lion"]),
         # One layer-wise optimizer for both.
-        ("dp2", "llama", ["--optimizer", "muon", "--no-use-layer-wise-param-layout"]),
+        ("dp2", "llama", [*MUON, "--no-use-layer-wise-param-layout"]),
         # Latent attention, multi-token prediction, experts and a shared one.
         ("ep2-distopt", "deepseek-v3", ["--scalevec-experts", "shared"]),
     ],

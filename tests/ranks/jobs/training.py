@@ -123,8 +123,7 @@ def train(
         patches.wrap(training, "evaluate", evaluated)
 
     path = str(TESTS / "scripts" / script) if script else None
-    # Megatron exits by itself after some options.
-    with contextlib.suppress(SystemExit):
+    with _ended_by_megatron():
         if not plugin:
             record_run()
             sys.argv = ["pretrain", *argv]
@@ -162,6 +161,16 @@ def train(
     if hooks.installed() and hooks.session().audit is not None:
         record["audit"] = json.loads(hooks.session().audit.to_json())
     return record
+
+
+@contextlib.contextmanager
+def _ended_by_megatron():
+    """Megatron exits by itself after some options, and argparse where it refuses one, with a code."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code:
+            raise RuntimeError(f"the run ended with exit code {end.code}") from end
 
 
 def _moments_of(optimizer: Any) -> list[str]:
