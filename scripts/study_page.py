@@ -27,12 +27,18 @@ how little can be said at this size, not what scale vectors do at yours. The pap
 loss for `unified` at 0.12B to 2B parameters, learning rates tuned (arXiv 2605.26895).
 """
 
+SEVERAL = """Each study has its own model and seeds: compare the arms of one study, not losses of one with
+those of another.
+"""
+
 
 def page(reports: list[dict]) -> str:
     """The page that stands in the repository, from the reports of several studies."""
+    several = len(reports) > 1
     parts = [INTRODUCTION]
+    if several:
+        parts.append(SEVERAL)
     for report in reports:
-        several = len(reports) > 1
         if several:
             parts.append(f"## {title(report)}\n")
         pictures = {
