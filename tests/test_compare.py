@@ -653,13 +653,13 @@ def test_steps_that_were_given_up_in_a_log_without_its_arguments_are_left_out(tm
     assert read_run(tmp_path / "run.log").diverged_at == 121
 
 
-@pytest.mark.parametrize("again", [101, 150, 151])
-@pytest.mark.parametrize("starts", [True, False])
+# Without its start, nothing tells that the run which goes on at 151 went back.
+@pytest.mark.parametrize(
+    ("starts", "again"), [(True, 101), (True, 150), (True, 151), (False, 101), (False, 150)]
+)
 def test_validations_of_steps_that_were_given_up_are_left_out(tmp_path, again, starts):
     """Megatron prints the first step of a process and then one in a hundred: a run that goes on may do so
     between the last one that it printed and its last validation."""
-    if again > 150 and not starts:
-        return  # nothing tells that it went on
     start = "  seed .......... 1\n" * starts
     lines = [start, *(ITERATION.format(step=step, ms=100, loss=3.0) + "\n" for step in (100, 150))]
     lines += [VALIDATION.format(where=step, loss=3.5) + "\n" for step in (150, 175)]

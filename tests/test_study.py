@@ -245,6 +245,9 @@ def opened(folder, options):
     return store
 
 
+DIVERGED = "ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 0"
+
+
 class FakeQueue(JobQueue):
     """Runs that print a log, or ``log`` and exit code of their own by name."""
 
@@ -270,9 +273,8 @@ def test_a_study_is_carried_out_and_a_diverged_run_has_its_place(tmp_path):
     options = small("--rates", "3e-3")
     store = opened(tmp_path / "study", options)
     queue = FakeQueue(options, store, "9,1,0")
-    diverged = "ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 0"
     name = "final-adam-hg-lr0.003-seed1235"
-    queue.special = {name: (diverged, 1)}
+    queue.special = {name: (DIVERGED, 1)}
     console = Console(width=200, file=open(os.devnull, "w"), record=True)
     display = StudyDisplay(console, queue)
     queue.on_result = display.result
@@ -298,9 +300,6 @@ def test_a_failure_stops_the_study_and_keeps_what_is_done(tmp_path):
     queue = FakeQueue(options, store, "9,1,0")
     carried_out(queue)
     assert len(store.results()) == 4
-
-
-DIVERGED = "ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 0"
 
 
 @pytest.mark.parametrize("before, now", [("scalevec: error: no room", DIVERGED), (DIVERGED, "disk full")])
