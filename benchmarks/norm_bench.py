@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Norms on q, k and v of one layer: three of them, with γ apart or in the norm, and one over all heads.
+"""Norms on q, k and v of one layer: three of them, with γ apart or in the norm, and one over all heads; with
+torch's norm, and with the one that this package has for CPUs.
 
 usage: python benchmarks/norm_bench.py [--tokens 256] [--heads 16] [--groups 4] [--rounds 15] [--json FILE]
 
@@ -21,6 +22,8 @@ from pathlib import Path
 import torch
 from counting import Counter
 from torch.nn.functional import rms_norm
+
+from megatron_scalevec.layers.rms_norm import rms_norm as rms_norm_in_pieces
 
 HEAD_DIM = 64
 EPSILON = 1e-5
@@ -50,7 +53,7 @@ def three_with_gamma_apart(packed: torch.Tensor, gamma: torch.Tensor) -> list[to
 
 
 def three_with_gamma(packed: torch.Tensor, gamma: torch.Tensor) -> list[torch.Tensor]:
-    """What this package does with torch's norms."""
+    """What this package does with torch's norms on a GPU."""
     parts = zip(_split(packed), _one_scale_each(gamma))
     return [rms_norm(x, (HEAD_DIM,), scale, EPSILON) for x, scale in parts]
 
@@ -60,11 +63,24 @@ def one_for_all_heads(packed: torch.Tensor, gamma: torch.Tensor) -> list[torch.T
     return _split(rms_norm(packed, (HEAD_DIM,), None, EPSILON) * gamma)
 
 
+def three_in_pieces(packed: torch.Tensor, gamma: torch.Tensor) -> list[torch.Tensor]:
+    """What it does on a CPU."""
+    return [rms_norm_in_pieces(x, scale, EPSILON) for x, scale in zip(_split(packed), _one_scale_each(gamma))]
+
+
+def one_in_pieces(packed: torch.Tensor, gamma: torch.Tensor) -> list[torch.Tensor]:
+    """The same over all heads at once."""
+    one = torch.ones(HEAD_DIM, dtype=packed.dtype)
+    return _split(rms_norm_in_pieces(packed, one, EPSILON) * gamma)
+
+
 VARIANTS: tuple[Variant, ...] = (
     split_alone,
     three_with_gamma_apart,
     three_with_gamma,
     one_for_all_heads,
+    three_in_pieces,
+    one_in_pieces,
 )
 
 

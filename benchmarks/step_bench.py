@@ -2,14 +2,14 @@
 """Step time, memory, traffic and arithmetic of strategies and executions beside stock, on the CPU.
 
     python benchmarks/step_bench.py                   the set of `make bench`
-    python benchmarks/step_bench.py --hidden 1024 --microbatches 8 --rounds 15
+    python benchmarks/step_bench.py --hidden 1024 --microbatches 8 --sequence 256 --rounds 15
     python benchmarks/step_bench.py --counts          no times: what is counted, and how it grows
 
 Times: one process; stock and both executions of a strategy take their steps in turn, microbatch by
 microbatch, and the order is turned around from round to round, so that whatever else the machine does hits
 all alike. A line has the median over rounds of the ratio to stock, with its quartiles, in processor time
 (which other processes disturb less) and in wall time; and the share of stock's step that the passes of the
-optimizer's mode take, timed where they are called.
+optimizer's mode take, timed where they are called (the fold among them takes the place of a copy of stock's).
 
 Counts: on top of stock, by torch's own operations and by the formulas of megatron_scalevec/cost.py, which
 have every tensor read once and written once; with several ranks the mean over them. Memory is the bytes of
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import platform
 import statistics
@@ -38,6 +39,7 @@ from training import Sizes, Trainer, alive_bytes, start_parallel
 
 EXECUTIONS = ("optimizer", "autograd")
 STRATEGIES = ("unified-foldable", "unified", "hg", "dp")
+SHORT, LONG = 256, 1024
 
 # How counts grow: one size doubled at a time. Of branches there are five, unless some are left out.
 SMALL = Sizes(layers=2, hidden=256, sequence=64, microbatches=2)
@@ -61,7 +63,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument(
+        "--sequence",
+        type=int,
+        nargs="+",
+        help=f"tokens of a sample (default: {SHORT}, and the largest of the other sizes with {LONG} as well)",
+    )
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--counts", action="store_true", help="no times: what is counted, and how it grows")
@@ -84,13 +91,11 @@ def main(argv: list[str] | None = None) -> int:
     }
     start()
     if not options.counts:
-        for hidden in options.hidden:
-            for microbatches in options.microbatches:
-                sizes = Sizes(options.layers, hidden, sequence=options.sequence, microbatches=microbatches)
-                for strategy in options.strategies:
-                    for row in times(sizes, strategy, options.rounds):
-                        results["times"].append(row)
-                        print(describe_times(row), flush=True)
+        for sizes in _timed(options):
+            for strategy in options.strategies:
+                for row in times(sizes, strategy, options.rounds):
+                    results["times"].append(row)
+                    print(describe_times(row), flush=True)
     else:
         for name, changes in GROWTH.items():
             for row in point(changes):
@@ -119,6 +124,17 @@ def start() -> None:
 
 
 # --- times --------------------------------------------------------------------------------------------
+
+
+def _timed(options: argparse.Namespace) -> list[Sizes]:
+    """Sizes whose steps are timed."""
+    points = list(itertools.product(options.sequence or [SHORT], options.hidden, options.microbatches))
+    if options.sequence is None:
+        points.append((LONG, max(options.hidden), max(options.microbatches)))
+    return [
+        Sizes(options.layers, hidden, sequence=sequence, microbatches=microbatches)
+        for sequence, hidden, microbatches in points
+    ]
 
 
 def times(sizes: Sizes, strategy: str, rounds: int) -> list[dict[str, Any]]:
@@ -151,7 +167,7 @@ def times(sizes: Sizes, strategy: str, rounds: int) -> list[dict[str, Any]]:
 
 def describe_times(row: dict[str, Any]) -> str:
     """One line."""
-    where = f"hidden {row['hidden']:4} microbatches {row['microbatches']}"
+    where = f"hidden {row['hidden']:4} sequence {row['sequence']:4} microbatches {row['microbatches']}"
     line = f"{where} {row['strategy']:16} {row['execution']:9}"
     for name in ("processor", "wall"):
         low, high = row[f"{name}_quartiles"]
@@ -206,7 +222,7 @@ def counts(branches: int = 5, strategy: str = GROWING, **changes: int) -> list[d
                 "strategy": strategy,
                 "execution": execution,
                 "bytes": own.bytes - stock.bytes,
-                "bytes_by_formula": expected.fold_per_step + expected.split_per_step,
+                "bytes_by_formula": expected.added_per_step,
                 "flops": own.flops - stock.flops,
                 "flops_by_formula": expected.flops_per_step,
                 "memory": beside,

@@ -11,7 +11,8 @@ distributed optimizer):
     writes dW: 3 b E.
 ``optimizer``, every step
     Each rank works on its share of the weights. The fold reads W in float32 and writes the live weight:
-    (4 + b) E / s. The split reads G and W and writes dW, all in float32: 12 E / s.
+    (4 + b) E / s. It takes the place of Megatron's own copy of W to the live weight, which moves as much.
+    The split reads G and W and writes dW, all in float32: 12 E / s.
 
 In both, an element takes two multiplications to fold and seven operations to split: G W, a multiplication
 and an addition for each of the two sums, and two multiplications for dW. Beside a matrix product, which does
@@ -115,16 +116,26 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one rank, and arithmetic. ``seconds`` is the traffic of a step at a given bandwidth."""
+    """Bytes of one rank, and arithmetic.
+
+    ``replaced_per_step``: of stock's traffic, what is left out. ``seconds``: what is added to a step, at a
+    given bandwidth.
+    """
 
     parameters_and_state: float
     index_maps: float
     folded_weights: float
     fold_per_step: float
     split_per_step: float
+    replaced_per_step: float
     flops_per_step: float
     tables: float
     seconds: float
+
+    @property
+    def added_per_step(self) -> float:
+        """Traffic on top of stock's."""
+        return self.fold_per_step + self.split_per_step - self.replaced_per_step
 
     @property
     def memory(self) -> float:
@@ -166,9 +177,9 @@ def cost(
         # The product keeps W_eff for its backward pass; recomputed layers keep nothing for longer.
         folded = 0 if schedule.full_recompute else size * holding.weights * schedule.in_flight
         flops = schedule.microbatches * (forward_passes * FLOPS_TO_FOLD + FLOPS_TO_SPLIT) * holding.weights
-        maps, tables = _INDEX_BYTES_PER_ROW * holding.rows, 0
+        maps, tables, replaced = _INDEX_BYTES_PER_ROW * holding.rows, 0, 0
     elif execution == "optimizer":
-        fold = (_FLOAT32 + size) * holding.weights / shards
+        fold = replaced = (_FLOAT32 + size) * holding.weights / shards
         split = 3 * _FLOAT32 * holding.weights / shards
         folded = 0
         flops = (FLOPS_TO_FOLD + FLOPS_TO_SPLIT) * holding.weights / shards
@@ -188,9 +199,10 @@ def cost(
         folded_weights=folded,
         fold_per_step=fold,
         split_per_step=split,
+        replaced_per_step=replaced,
         flops_per_step=flops,
         tables=tables,
-        seconds=(fold + split) / bytes_per_second,
+        seconds=(fold + split - replaced) / bytes_per_second,
     )
 
 

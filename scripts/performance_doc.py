@@ -141,7 +141,7 @@ def traffic_rows() -> list[str]:
             cells = [f"{run.title}, {run.layout}", label]
             cells += [in_bytes(found.fold_per_step), in_bytes(found.split_per_step)]
             for device in (H100, H200):
-                seconds = (found.fold_per_step + found.split_per_step) / device.bytes_per_second
+                seconds = found.added_per_step / device.bytes_per_second
                 share = seconds / run.step_seconds(device.flops_per_second)
                 cells += [f"{1000 * seconds:.2f} ms", f"{100 * share:.3f} %"]
             rows.append(f"| {' | '.join(cells)} |")
@@ -198,14 +198,15 @@ def measured_rows(times: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         low, high = row["processor_quartiles"]
         return f"x{row['processor']:.3f} (x{low:.3f} to x{high:.3f})"
 
-    points: dict[tuple[str, int, int], dict[str, Mapping[str, Any]]] = {}
+    points: dict[tuple[str, int, int, int], dict[str, Mapping[str, Any]]] = {}
     for row in times:
-        point = row["strategy"], row["hidden"], row["microbatches"]
+        point = row["strategy"], row["hidden"], row["sequence"], row["microbatches"]
         points.setdefault(point, {})[row["execution"]] = row
-    for (strategy, hidden, microbatches), found in points.items():
+    for (strategy, hidden, sequence, microbatches), found in points.items():
         ours, theirs = found["optimizer"], found["autograd"]
         yield (
-            f"| `{strategy}` | {hidden} | {microbatches} | {shown(ours)} | {100 * ours['passes']:.2f} % | "
+            f"| `{strategy}` | {hidden} | {sequence} | {microbatches} | {shown(ours)} | "
+            f"{100 * ours['passes']:.2f} % | "
             f"{shown(theirs)} |"
         )
 

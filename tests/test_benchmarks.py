@@ -31,8 +31,9 @@ def test_forward_and_backward_pass_are_stock(ranks):
     more = Counter(with_final_norm) - Counter(frozen)
     assert 0 < sum(more.values()) < 80
     assert not {name for name, _ in more if any(part in name for part in ("mm", "norm", "cat", "index"))}
-    # The norms of `dual-norm` do show.
-    assert {name for name, _ in Counter(with_norms) - Counter(frozen)} >= {"aten::rms_norm"}
+    # The norms of `dual-norm` do show: three in the one layer, that of the model itself as it was.
+    added = Counter(name for name, _ in (Counter(with_norms) - Counter(frozen)).elements())
+    assert (added["aten::linalg_vector_norm"], added["aten::rms_norm"]) == (3, 0)
 
 
 def test_memory_of_the_optimizers_mode(ranks):
@@ -57,7 +58,8 @@ def test_the_benchmark_of_steps(ranks):
     # Of one more layer, what the formulas say in arithmetic; its traffic is that of plain torch.
     added = {key: two[key] - one[key] for key in ("flops", "flops_by_formula", "bytes", "bytes_by_formula")}
     assert added["flops"] == pytest.approx(added["flops_by_formula"], rel=0.15)
-    assert added["bytes_by_formula"] < added["bytes"] < 6 * added["bytes_by_formula"]
+    # An operation at a time, where the formula has a fold that costs nothing beside the copy it replaces.
+    assert added["bytes_by_formula"] < added["bytes"] < 7 * added["bytes_by_formula"]
     assert by_autograd["bytes"] > two["bytes"] and by_autograd["flops"] > two["flops"]
 
 

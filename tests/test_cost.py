@@ -16,6 +16,7 @@ def test_autograd_per_microbatch():
     assert LAYER.weights == 142_606_336
     assert found.fold_per_step == 8 * (2 + 2) * 142_606_336 == 4_563_402_752
     assert found.split_per_step == 8 * (2 + 2 + 2) * 142_606_336 == 6_845_104_128
+    assert found.replaced_per_step == 0
     assert found.seconds == pytest.approx(0.01140850688)
     assert found.folded_weights == 4 * 285_212_672
     # bf16 parameter 2, gradient 4, master weight 4, two moments 8; a retired scale keeps its parameter.
@@ -42,7 +43,9 @@ def test_in_the_optimizer_per_step_and_shard():
     # A sixteenth of the weights, 8,912,896: read 4, write 2; read 4 and 4, write 4.
     assert found.fold_per_step == 8_912_896 * 6 == 53_477_376
     assert found.split_per_step == 8_912_896 * 12 == 106_954_752
-    assert found.seconds == pytest.approx(4.789e-5, rel=1e-3)
+    # Megatron's own copy, which is left out, moves what the fold does.
+    assert found.replaced_per_step == found.fold_per_step and found.added_per_step == 106_954_752
+    assert found.seconds == pytest.approx(3.193e-5, rel=1e-3)
     assert found.folded_weights == 0
     assert found.flops_per_step == 9 * 8_912_896
     # Stored parts, γ, and the gradients of both in float32; eleven int64 for 32 rows.

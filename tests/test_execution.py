@@ -228,6 +228,22 @@ def test_a_start_without_masters_never_freezes_a_channel(ranks, reparam):
     assert found == dict.fromkeys(("function_kept", "revived", "live_is_folded", "learns"), True)
 
 
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+def test_megatron_does_not_copy_what_is_folded(ranks, distributed):
+    """Its copy of a master to the live weight would be written over, and takes as long as the fold."""
+    [found] = ranks.run("copy_without_folding", distributed=distributed)
+    assert found["groups kept"]
+    # A scale near one takes more than one step to reach the next number in bf16.
+    kept, changed = (
+        [n.rpartition("layers.")[2] for n in found[which] if "linear" in n and "gamma" not in n]
+        for which in ("as it was", "changed")
+    )
+    names = ("self_attention.linear_qkv.weight", "mlp.linear_fc1.weight")
+    assert kept == [f"{layer}.{name}" for layer in (0, 1) for name in names]
+    names = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+    assert changed == [f"{layer}.{name}" for layer in (0, 1) for name in names]
+
+
 def test_an_optimizer_that_was_not_told_stops_the_run(ranks):
     [found] = ranks.run("train_without_an_engine")
     assert "no optimizer was told: call megatron_scalevec.execution" in found["forward"]

@@ -201,6 +201,8 @@ class Engine:
 
     def __init__(self, sets: Sequence[FoldSet]) -> None:
         self.sets = list(sets)
+        self.written_here = frozenset(one.fold.weight for own in self.sets for one in own.local)
+        """Weights whose live values :meth:`write` makes on this rank, whole or in part."""
         self.gathering_later: list[Any] = []
         """Optimizers that gather their parameters when all have been written."""
         self.marks_masters = True

@@ -7,7 +7,8 @@ a whole one on one data-parallel rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-__all__ = ["Member", "Shard", "is_layer_wise", "leaves_of", "members_of"]
+__all__ = ["Member", "Shard", "is_layer_wise", "leaves_of", "members_of", "without_copies_of"]
 
 
 @dataclass(frozen=True)
@@ -62,18 +63,14 @@ class Member:
         if getattr(optimizer, "is_stub_optimizer", False):
             return
         if isinstance(optimizer, DistributedOptimizer):
-            pairs = zip(
-                chain(*optimizer.model_float16_groups), chain(*optimizer.shard_fp32_from_float16_groups)
-            )
-            for param, main in pairs:
+            for param, main in _pairs_of(optimizer):
                 own = optimizer._get_model_param_range_map(param)["param"]
                 self.shards[param] = Shard(param, main, own.start, own.end)
             self.params = {param for buffer in optimizer.buffers for param in buffer.param_index_map}
             if optimizer.data_parallel_group.size() > 1:
                 self.group = optimizer.data_parallel_group
         elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
-            pairs = zip(chain(*optimizer.float16_groups), chain(*optimizer.fp32_from_float16_groups))
-            self.shards = {param: Shard(param, main, 0, param.numel()) for param, main in pairs}
+            self.shards = {p: Shard(p, main, 0, p.numel()) for p, main in _pairs_of(optimizer)}
             self.params = set(self.shards)
 
     def weights_stepped_by(self, optimizer: Any) -> set[torch.nn.Parameter]:
@@ -134,3 +131,34 @@ def leaves_of(optimizer: Any) -> Iterator[Any]:
             yield optimizer
         else:
             yield from leaves_of(inner)
+
+
+def _names_of_groups(optimizer: Any) -> tuple[str, str]:
+    """Attributes with groups of half-precision parameters, and with groups of their masters."""
+    if isinstance(optimizer, DistributedOptimizer):
+        return "model_float16_groups", "shard_fp32_from_float16_groups"
+    return "float16_groups", "fp32_from_float16_groups"
+
+
+def _pairs_of(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    params, masters = (getattr(optimizer, name) for name in _names_of_groups(optimizer))
+    return zip(chain(*params), chain(*masters))
+
+
+@contextlib.contextmanager
+def without_copies_of(weights: Collection[torch.nn.Parameter], optimizer: Any) -> Iterator[bool]:
+    """An optimizer that does not know of some weights, for the time in which it copies masters to the model.
+
+    Yields:
+        Whether it has other half-precision parameters to copy. Kernels for many tensors refuse to have none.
+    """
+    names = _names_of_groups(optimizer)
+    kept = [getattr(optimizer, name) for name in names]
+    others = [[index for index, param in enumerate(group) if param not in weights] for group in kept[0]]
+    for name, groups in zip(names, kept):
+        setattr(optimizer, name, [[group[i] for i in own] for group, own in zip(groups, others)])
+    try:
+        yield any(others)
+    finally:
+        for name, groups in zip(names, kept):
+            setattr(optimizer, name, groups)

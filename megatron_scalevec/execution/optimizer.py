@@ -4,9 +4,9 @@ Three methods of a single optimizer and three of the outermost one are extended,
 for each instance's own class; no method of Megatron's classes is replaced, so optimizers of other models
 are untouched.
 
-    _copy_main_params_to_model_params    of a single one: then live weights are folded, as soon as both their
-                                         own optimizer and their vectors' have stepped; the gathering of
-                                         parameters over data-parallel ranks comes later
+    _copy_main_params_to_model_params    of a single one: folded weights are left out; they are folded as soon
+                                         as both their own optimizer and their vectors' have stepped; the
+                                         gathering of parameters over data-parallel ranks comes later
     sharded_state_dict                   of a single one: raw masters get another key than a stock
                                          Megatron asks for, which would take them for the live weight's
     load_state_dict                      of a single one: then all live weights are to be compared again
@@ -25,12 +25,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.buckets import link_ready_signals
 from megatron_scalevec.execution.engine import Engine, FoldSet
 from megatron_scalevec.execution.folds import Fold, folds_of, release
-from megatron_scalevec.execution.members import Member, is_layer_wise, members_of
+from megatron_scalevec.execution.members import Member, is_layer_wise, members_of, without_copies_of
 from megatron_scalevec.execution.resume import mark_raw_masters
 
 __all__ = ["engine_of", "execute_in_optimizer"]
@@ -148,8 +149,11 @@ def _without_master(param: torch.nn.Parameter, owner: torch.nn.Module) -> ScaleV
 def _folding_member(base: type) -> type:
     class Folding(base):
         def _copy_main_params_to_model_params(self):
-            super()._copy_main_params_to_model_params()
-            engine_of(self).write(self)
+            engine = engine_of(self)
+            with without_copies_of(engine.written_here, self) as some_left:
+                if some_left or isinstance(self, DistributedOptimizer):
+                    super()._copy_main_params_to_model_params()
+            engine.write(self)
 
         def sharded_state_dict(self, *args, **kwargs):
             state = super().sharded_state_dict(*args, **kwargs)

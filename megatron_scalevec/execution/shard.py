@@ -30,7 +30,7 @@ __all__ = [
 
 # Elements of the one temporary. On the CPU it is to stay in a cache between the passes over it, and to be so
 # large that the calls themselves do not count.
-_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 22}
+_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
 # A column sum over this many rows loses no more than about 2e-6 in float32; the sums of such sums are
 # kept in float64.
 _ROWS = 1024

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_scalevec.layers import common
+from megatron_scalevec.layers.rms_norm import rms_norm
 from megatron_scalevec.vectors import (
     Role,
     VectorInfo,
@@ -18,6 +19,7 @@ from megatron_scalevec.vectors import (
     compose_vector,
     keep_dtype,
     mark_added,
+    was_added,
 )
 
 __all__ = ["NormHandle", "ScaledNorm", "head_norm", "retire", "scale_norm"]
@@ -47,7 +49,11 @@ class ScaledNorm:
         return out * gamma.to(out.dtype)
 
     def _with_scale(self, gamma: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(x, self.normalized_shape, gamma.to(x.dtype), self.eps)
+        gamma = gamma.to(x.dtype)
+        if x.device.type == "cpu" and was_added(self.weight):
+            # Norms that the model has anyway are carried out as they are without scale vectors.
+            return rms_norm(x, gamma, self.eps)
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, gamma, self.eps)
 
     def _apply(self, fn, recurse=True):
         keep_dtype(self, lambda: super(ScaledNorm, self)._apply(fn, recurse))

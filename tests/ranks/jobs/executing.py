@@ -15,6 +15,7 @@ from ranks.jobs.faults import FAULTS
 
 __all__ = [
     "compare_executions",
+    "copy_without_folding",
     "start_from_dead_channels",
     "train_unrounded",
     "train_without_an_engine",
@@ -370,6 +371,33 @@ def start_from_dead_channels(reparam: str) -> dict[str, bool]:
         _step(wrapped, stepper, step)
     found["learns"] = bool(linear.weight[half:, 3].any()) and bool(linear.weight[5].any())
     return found
+
+
+def copy_without_folding(distributed: bool) -> dict[str, Any]:
+    """Names of parameters by whether a step changes them where no weight is folded after it."""
+    from megatron_scalevec.execution.members import leaves_of
+    from megatron_scalevec.execution.optimizer import engine_of, execute_in_optimizer
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    case = {"config": {"strategy": "hg"}, "precision": "bf16", "distributed": distributed}
+    [gpt], wrapped, stepper = _build("optimizer", False, {}, **case)
+    execute_in_optimizer(stepper, wrapped)
+    engine = engine_of(stepper)
+    engine.write, engine.require_written = lambda member: None, lambda: None
+    before = {name: param.detach().clone() for name, param in gpt.named_parameters() if param.requires_grad}
+    groups = [_groups(leaf) for leaf in leaves_of(stepper)]
+    _step(wrapped, stepper, 0)
+    found: dict[str, list[str]] = {"changed": [], "as it was": []}
+    for name, value in before.items():
+        found["as it was" if torch.equal(gpt.get_parameter(name), value) else "changed"].append(name)
+    found["groups kept"] = [_groups(leaf) for leaf in leaves_of(stepper)] == groups
+    return found
+
+
+def _groups(leaf) -> list[list[int]]:
+    name = "model_float16_groups" if hasattr(leaf, "model_float16_groups") else "float16_groups"
+    return [[id(param) for param in group] for group in getattr(leaf, name)]
 
 
 def train_without_an_engine() -> dict[str, str]:
