@@ -7,8 +7,10 @@
 
 Times: one process; stock and both executions of a strategy take their steps in turn, microbatch by
 microbatch, and the order is turned around from round to round, so that whatever else the machine does hits
-all alike. A line has the median over rounds of the ratio to stock, with its quartiles, in processor time
-(which other processes disturb less) and in wall time; and the share of stock's step that the passes of the
+all alike. Where a model happens to lie in memory makes it some percent faster or slower for as long as it
+lives, so all are built several times, and lie in large pages where torch can ask for them. A line has the
+median over builds and rounds of the ratio to stock, with its quartiles, in processor time (which other
+processes disturb less) and in wall time; and the share of stock's step that the passes of the
 optimizer's mode take, timed where they are called (the fold among them takes the place of a copy of stock's).
 
 Counts: on top of stock, by torch's own operations and by the formulas of megatron_scalevec/cost.py, which
@@ -22,8 +24,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import gc
 import itertools
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -31,6 +35,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch with the first tensor
 
 import torch
 from counting import Counter
@@ -70,7 +76,8 @@ def main(argv: list[str] | None = None) -> int:
         help=f"tokens of a sample (default: {SHORT}, and the largest of the other sizes with {LONG} as well)",
     )
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--builds", type=int, default=3, help="how many times all models are built")
+    parser.add_argument("--rounds", type=int, default=2, help="steps of every model of a build")
     parser.add_argument("--counts", action="store_true", help="no times: what is counted, and how it grows")
     parser.add_argument("--point", help=argparse.SUPPRESS)  # one line of --counts, as JSON, under torchrun
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
@@ -85,6 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         "date": datetime.date.today().isoformat(),
         "processor": processor(),
         "torch": torch.__version__,
+        "builds": options.builds,
         "rounds": options.rounds,
         "times": [],
         "counts": [],
@@ -93,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     if not options.counts:
         for sizes in _timed(options):
             for strategy in options.strategies:
-                for row in times(sizes, strategy, options.rounds):
+                for row in times(sizes, strategy, options.rounds, options.builds):
                     results["times"].append(row)
                     print(describe_times(row), flush=True)
     else:
@@ -137,22 +145,26 @@ def _timed(options: argparse.Namespace) -> list[Sizes]:
     ]
 
 
-def times(sizes: Sizes, strategy: str, rounds: int) -> list[dict[str, Any]]:
+def times(sizes: Sizes, strategy: str, rounds: int, builds: int = 1) -> list[dict[str, Any]]:
     """One row per execution of a strategy."""
-    trainers = {"stock": Trainer(sizes)}
-    for execution in EXECUTIONS:
-        trainers[execution] = Trainer(sizes, strategy, execution)
-    timer = PassTimer(trainers["optimizer"])
-    for trainer in trainers.values():
-        trainer.step()  # what is made once is made now
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ("stock", *EXECUTIONS)}
     shares = []
-    for index in range(rounds):
-        timer.clear()
-        names = list(trainers) if index % 2 == 0 else list(trainers)[::-1]
-        for name, seconds in interleaved({name: trainers[name] for name in names}).items():
-            taken[name].append(seconds)
-        shares.append(sum(map(sum, timer.host.values())) / taken["stock"][-1][0])
+    for build in range(builds):
+        trainers = {
+            name: Trainer(sizes) if name == "stock" else Trainer(sizes, strategy, name)
+            for name in (list(taken) if build % 2 == 0 else list(taken)[::-1])
+        }
+        timer = PassTimer(trainers["optimizer"])
+        for trainer in trainers.values():
+            trainer.step()  # what is made once is made now
+        for index in range(rounds):
+            timer.clear()
+            names = list(trainers) if index % 2 == 0 else list(trainers)[::-1]
+            for name, seconds in interleaved({name: trainers[name] for name in names}).items():
+                taken[name].append(seconds)
+            shares.append(sum(map(sum, timer.host.values())) / taken["stock"][-1][0])
+        del trainers, timer, trainer
+        gc.collect()
     stock = taken.pop("stock")
     rows = []
     for execution, own in taken.items():

@@ -225,7 +225,7 @@ def document() -> str:
         steps="\n".join(step_rows()),
         norms="\n".join(norm_rows()),
         measured="\n".join(measured_rows(measured["times"])),
-        **{name: measured[name] for name in ("processor", "torch", "date", "rounds")},
+        **{name: measured[name] for name in ("processor", "torch", "date", "builds", "rounds")},
     )
 
 
