@@ -36,7 +36,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch with the first tensor
+if __name__ == "__main__":
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch with the first tensor
 
 import torch
 from counting import Counter

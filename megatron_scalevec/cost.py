@@ -179,7 +179,8 @@ def cost(
         flops = schedule.microbatches * (forward_passes * FLOPS_TO_FOLD + FLOPS_TO_SPLIT) * holding.weights
         maps, tables, replaced = _INDEX_BYTES_PER_ROW * holding.rows, 0, 0
     elif execution == "optimizer":
-        fold = replaced = (_FLOAT32 + size) * holding.weights / shards
+        fold = (_FLOAT32 + size) * holding.weights / shards
+        replaced = fold if schedule.master_weights else 0
         split = 3 * _FLOAT32 * holding.weights / shards
         folded = 0
         flops = (FLOPS_TO_FOLD + FLOPS_TO_SPLIT) * holding.weights / shards

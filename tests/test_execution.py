@@ -233,6 +233,7 @@ def test_megatron_does_not_copy_what_is_folded(ranks, distributed):
     """Its copy of a master to the live weight would be written over, and takes as long as the fold."""
     [found] = ranks.run("copy_without_folding", distributed=distributed)
     assert found["groups kept"]
+    assert any(".gamma_in" in name for name in found["changed"])
     # A scale near one takes more than one step to reach the next number in bf16.
     kept, changed = (
         [n.rpartition("layers.")[2] for n in found[which] if "linear" in n and "gamma" not in n]
@@ -458,6 +459,7 @@ def test_every_obstacle_leads_to_autograd_and_refuses_the_optimizer():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
+        ("fold-nothing", "is not what the optimizer's master and the scale vectors come to"),
         ("leave-one-out", "is not what the optimizer's master and the scale vectors come to"),
         ("fold-twice", "is not what the optimizer's master and the scale vectors come to"),
         ("load-weights-alone", "is not what the optimizer's master and the scale vectors come to"),

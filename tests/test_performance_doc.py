@@ -55,6 +55,8 @@ def test_dense_models_by_hand(name):
         row = cells(name, label)
         assert row[2:4] == [in_bytes(found.fold_per_step), in_bytes(found.split_per_step)]
         assert row[4] == f"{1000 * found.seconds:.2f} ms"
+        if mode == "optimizer":  # the split's alone: G and W read and dW written
+            assert row[4] == f"{1000 * 12 * linears * hidden / shards / 3.35e12:.2f} ms"
         assert row[6] == f"{1000 * found.added_per_step / 4.8e12:.2f} ms"
         # 6 operations for each weight and token: 8.03e9 weights but the embedding's, and attention's.
         if name.startswith("Llama-3 8B"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,6 +123,10 @@ class FoldSet:
             ScaleVecError: The first time, see :meth:`check`; of all shards.
         """
         self.gather()
+        if self._first_write:
+            # What is not written now shall be seen below, also where a step changes nothing in bf16.
+            for one in self.local:
+                one.shard.live[: one.part.columns].fill_(math.nan)
         passes_for(self.table.flat_gamma.device).fold_parts(
             [one.part for one in self.local],
             [one.shard.live for one in self.local],
@@ -250,7 +255,7 @@ class Engine:
 
     @torch.no_grad()
     def write(self, member: Any) -> None:
-        """A member has copied its masters to the model: fold what can be folded by now.
+        """A member has copied its other masters to the model: fold what can be folded by now.
 
         Where the vectors are another member's, both must have stepped.
         """
@@ -268,7 +273,7 @@ class Engine:
         """After a step.
 
         Raises:
-            RuntimeError: Some live weights were left as raw W.
+            RuntimeError: Some live weights were left as they were before the step.
         """
         if not all(one.written for one in self.sets):
             raise RuntimeError(

@@ -155,9 +155,9 @@ def without_copies_of(weights: Collection[torch.nn.Parameter], optimizer: Any) -
     names = _names_of_groups(optimizer)
     kept = [getattr(optimizer, name) for name in names]
     others = [[index for index, param in enumerate(group) if param not in weights] for group in kept[0]]
-    for name, groups in zip(names, kept):
-        setattr(optimizer, name, [[group[i] for i in own] for group, own in zip(groups, others)])
     try:
+        for name, groups in zip(names, kept):
+            setattr(optimizer, name, [[group[i] for i in own] for group, own in zip(groups, others)])
         yield any(others)
     finally:
         for name, groups in zip(names, kept):

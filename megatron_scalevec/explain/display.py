@@ -89,7 +89,8 @@ def _stage_table(found: Explanation) -> str:
     if costed:
         lines.append(
             f"execution {mode} in all layers. Memory: what is added. Fold, split: bytes that must move at "
-            "least; time: of what is more than stock's, at the given memory bandwidth, nothing measured."
+            "least; time: of both, less Megatron's copy that the fold replaces, at the given memory "
+            "bandwidth, nothing measured."
         )
     return "\n".join(lines)
 

@@ -1,8 +1,8 @@
 """RMSNorm over the last axis on a CPU, in few passes over memory.
 
-torch has a kernel for it on CUDA alone. Elsewhere it puts the norm together from a dozen operations, and the
-backward pass from twice as many, each with a new tensor in float32. Here the operations go over some rows at
-a time, in the same few pieces of memory, which stay in the cache.
+torch has no kernel for it there: it puts the norm together from a dozen operations, and the backward pass
+from twice as many, each with a new tensor in float32. Here the operations go over some rows at a time, in the
+same few pieces of memory, which stay in the cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["rms_norm"]
 
-_ELEMENTS = 1 << 16  # of a piece: three in float32 stay in a cache of one MiB
+_ELEMENTS = 1 << 16  # of a piece, of which there are up to three in float32
 
 
 def rms_norm(x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
@@ -43,15 +43,16 @@ class _RMSNorm(torch.autograd.Function):
         size = x.shape[-1]
         flat, most = x.reshape(-1, size), _rows_at_once(size)
         wide_scale = scale.to(torch.promote_types(x.dtype, torch.float32))
-        inverse, out = wide_scale.new_empty(len(flat), 1), torch.empty_like(flat)
+        inverse, out = wide_scale.new_empty(len(flat), 1), x.new_empty(x.shape)
         scratch = wide_scale.new_empty(min(len(flat), most), size)
-        for given, factor, result in zip(flat.split(most), inverse.split(most), out.split(most)):
+        pieces = zip(*(tensor.split(most) for tensor in (flat, inverse, out.view(-1, size))))
+        for given, factor, result in pieces:
             own = scratch[: len(given)].copy_(given)
             torch.linalg.vector_norm(own, dim=-1, keepdim=True, out=factor)
             factor.square_().div_(size).add_(eps).rsqrt_()
             result.copy_(own.mul_(factor).mul_(wide_scale))
         ctx.save_for_backward(flat, scale, inverse)
-        return out.view(x.shape)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -62,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
         (rows, size), most = flat.shape, _rows_at_once(flat.shape[1])
         wide_scale = scale.to(inverse.dtype)
         incoming = gradient.reshape(rows, size)
-        into_x, into_scale = torch.empty_like(incoming), torch.zeros_like(wide_scale)
+        into_x, into_scale = incoming.new_empty(rows, size), torch.zeros_like(wide_scale)
         scratch = [inverse.new_empty(min(rows, most), size) for _ in range(3)]
         pieces = zip(*(tensor.split(most) for tensor in (flat, incoming, inverse, into_x)))
         for given, arriving, factor, result in pieces:

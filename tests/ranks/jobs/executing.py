@@ -395,9 +395,10 @@ def copy_without_folding(distributed: bool) -> dict[str, Any]:
     return found
 
 
-def _groups(leaf) -> list[list[int]]:
-    name = "model_float16_groups" if hasattr(leaf, "model_float16_groups") else "float16_groups"
-    return [[id(param) for param in group] for group in getattr(leaf, name)]
+def _groups(leaf) -> list[list[list[int]]]:
+    from megatron_scalevec.execution.members import _names_of_groups
+
+    return [[[id(p) for p in group] for group in getattr(leaf, name)] for name in _names_of_groups(leaf)]
 
 
 def train_without_an_engine() -> dict[str, str]:

@@ -107,6 +107,34 @@ def _wrong_kernels(optimizer, wrapped) -> None:
     optimizer.step = step_by_kernels
 
 
+def _fold_nothing(optimizer, wrapped) -> None:
+    """Passes that were right in the first step's trial leave one weight as it is, where a step changes no
+    number: what is in the model is as good as what should be."""
+    from megatron_scalevec.execution import engine, shard
+
+    class Kernels:
+        split_parts = staticmethod(shard.split_parts)
+
+        @staticmethod
+        def fold_parts(parts, lives, masters, gamma) -> None:
+            shard.fold_parts(parts[1:], lives[1:], masters[1:], gamma)
+
+    for one in _engine(optimizer).sets:
+        one._first_split = False
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    original, step = engine.passes_for, optimizer.step
+
+    def step_by_kernels():
+        engine.passes_for = lambda device: Kernels
+        try:
+            return step()
+        finally:
+            engine.passes_for = original
+
+    optimizer.step = step_by_kernels
+
+
 def _forget_to_write(optimizer, wrapped) -> None:
     _engine(optimizer).write = lambda member: None
 
@@ -157,6 +185,7 @@ FAULTS = {
     "fold-late": _fold_late,
     "drop-reduction": _drop_reduction,
     "wrong-kernels": _wrong_kernels,
+    "fold-nothing": _fold_nothing,
     "forget-to-write": _forget_to_write,
     "load-vectors-alone": _load_vectors_alone,
 }
