@@ -74,7 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         "--sequence",
         type=int,
         nargs="+",
-        help=f"tokens of a sample (default: {SHORT}, and the largest of the other sizes with {LONG} as well)",
+        help=f"tokens of a sample (default: {SHORT}; {LONG} for the largest of the other sizes and the first "
+        "two strategies besides)",
     )
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--builds", type=int, default=3, help="how many times all models are built")
@@ -100,11 +101,10 @@ def main(argv: list[str] | None = None) -> int:
     }
     start()
     if not options.counts:
-        for sizes in _timed(options):
-            for strategy in options.strategies:
-                for row in times(sizes, strategy, options.rounds, options.builds):
-                    results["times"].append(row)
-                    print(describe_times(row), flush=True)
+        for sizes, strategy in _timed(options):
+            for row in times(sizes, strategy, options.rounds, options.builds):
+                results["times"].append(row)
+                print(describe_times(row), flush=True)
     else:
         for name, changes in GROWTH.items():
             for row in point(changes):
@@ -135,14 +135,16 @@ def start() -> None:
 # --- times --------------------------------------------------------------------------------------------
 
 
-def _timed(options: argparse.Namespace) -> list[Sizes]:
-    """Sizes whose steps are timed."""
-    points = list(itertools.product(options.sequence or [SHORT], options.hidden, options.microbatches))
+def _timed(options: argparse.Namespace) -> list[tuple[Sizes, str]]:
+    """What steps are timed of."""
+    sequences = options.sequence or [SHORT]
+    points = list(itertools.product(sequences, options.hidden, options.microbatches, options.strategies))
     if options.sequence is None:
-        points.append((LONG, max(options.hidden), max(options.microbatches)))
+        largest = max(options.hidden), max(options.microbatches)
+        points += [(LONG, *largest, strategy) for strategy in options.strategies[:2]]
     return [
-        Sizes(options.layers, hidden, sequence=sequence, microbatches=microbatches)
-        for sequence, hidden, microbatches in points
+        (Sizes(options.layers, hidden, sequence=sequence, microbatches=microbatches), strategy)
+        for sequence, hidden, microbatches, strategy in points
     ]
 
 

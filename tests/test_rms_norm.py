@@ -54,6 +54,16 @@ def test_as_torch_has_it():
         torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_a_wider_scale_is_not_rounded():
+    """γ is composed in float32, and its gradient wanted there."""
+    x, scale, gradient = _given((64, 4, 32), torch.bfloat16)
+    scale = scale.float() * 1.001
+    found = _results(rms_norm, x, scale, gradient)
+    expected = _results(reference_norm, x.double(), scale.double(), gradient.double())
+    assert [tensor.dtype for tensor in found] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert (found[2] - expected[2]).abs().max() <= 1e-6 * expected[2].abs().max()
+
+
 def test_views_and_rows_of_zeros(monkeypatch):
     """Keys lie between queries and values in a wider tensor; what a row of zeros gets is finite."""
     monkeypatch.setattr(module, "_ELEMENTS", 4 * 16)
