@@ -77,8 +77,8 @@ def test_a_shape_by_hand():
 def test_float32_has_no_second_copy():
     wide = Holding(weights=100, rows=10, weight_bytes=4, vectors=10, vector_bytes=4, retired=0)
     assert cost(wide, Schedule(1, 1, master_weights=False), "autograd").parameters_and_state == 10 * 16
-    # Vectors kept in float32 beside bf16 weights are their own masters.
     assert cost(wide, Schedule(1, 1, master_weights=False), "optimizer").replaced_per_step == 0
+    # Vectors kept in float32 beside bf16 weights are their own masters.
     mixed = Holding(weights=100, rows=10, weight_bytes=2, vectors=10, vector_bytes=4, retired=0)
     assert cost(mixed, Schedule(1, 1), "optimizer").parameters_and_state == 10 * 16
 

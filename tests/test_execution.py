@@ -234,15 +234,9 @@ def test_megatron_does_not_copy_what_is_folded(ranks, distributed):
     [found] = ranks.run("copy_without_folding", distributed=distributed)
     assert found["groups kept"]
     assert any(".gamma_in" in name for name in found["changed"])
-    # A scale near one takes more than one step to reach the next number in bf16.
-    kept, changed = (
-        [n.rpartition("layers.")[2] for n in found[which] if "linear" in n and "gamma" not in n]
-        for which in ("as it was", "changed")
-    )
     names = ("self_attention.linear_qkv.weight", "mlp.linear_fc1.weight")
-    assert kept == [f"{layer}.{name}" for layer in (0, 1) for name in names]
-    names = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
-    assert changed == [f"{layer}.{name}" for layer in (0, 1) for name in names]
+    assert found["as it was"] == [f"decoder.layers.{layer}.{name}" for layer in (0, 1) for name in names]
+    assert any("linear_proj" in name for name in found["changed"])
 
 
 def test_an_optimizer_that_was_not_told_stops_the_run(ranks):

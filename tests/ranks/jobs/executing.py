@@ -385,6 +385,8 @@ def copy_without_folding(distributed: bool) -> dict[str, Any]:
     execute_in_optimizer(stepper, wrapped)
     engine = engine_of(stepper)
     engine.write, engine.require_written = lambda member: None, lambda: None
+    for group in stepper.param_groups:
+        group["lr"] = 0.1  # so that every number changes, those near one in bf16 too
     before = {name: param.detach().clone() for name, param in gpt.named_parameters() if param.requires_grad}
     groups = [_groups(leaf) for leaf in leaves_of(stepper)]
     _step(wrapped, stepper, 0)
