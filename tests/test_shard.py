@@ -191,4 +191,4 @@ def test_temporaries_are_bounded():
     with Watch():
         split_parts([part], [gradient], [weight], gamma, totals)
         fold_parts([part], [live], [weight], gamma)
-    assert max(sizes) == 1 << 19
+    assert max(sizes) == 1 << 17
