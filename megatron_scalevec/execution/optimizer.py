@@ -151,6 +151,7 @@ def _folding_member(base: type) -> type:
         def _copy_main_params_to_model_params(self):
             engine = engine_of(self)
             with without_copies_of(engine.written_here, self) as some_left:
+                # The distributed optimizer copies one parameter at a time, float32 ones besides.
                 if some_left or isinstance(self, DistributedOptimizer):
                     super()._copy_main_params_to_model_params()
             engine.write(self)

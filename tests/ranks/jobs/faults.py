@@ -82,10 +82,26 @@ def _drop_reduction(optimizer, wrapped) -> None:
         one.complete = lambda sums: None
 
 
+def _step_by(kernels: type, optimizer) -> None:
+    """Steps are taken with these passes instead of torch's."""
+    from megatron_scalevec.execution import engine
+
+    original, step = engine.passes_for, optimizer.step
+
+    def step_by_kernels():
+        engine.passes_for = lambda device: kernels
+        try:
+            return step()
+        finally:
+            engine.passes_for = original
+
+    optimizer.step = step_by_kernels
+
+
 def _wrong_kernels(optimizer, wrapped) -> None:
     """Passes that are not torch's own do not apply γ to the weights' gradients. At a fresh start γ is one,
     so nothing else would notice before the second step."""
-    from megatron_scalevec.execution import engine, shard
+    from megatron_scalevec.execution import shard
 
     class Kernels:
         fold_parts = staticmethod(shard.fold_parts)
@@ -95,22 +111,13 @@ def _wrong_kernels(optimizer, wrapped) -> None:
             given = [gradient.clone() for gradient in gradients]
             shard.split_parts(parts, given, masters, gamma, totals)
 
-    original, step = engine.passes_for, optimizer.step
-
-    def step_by_kernels():
-        engine.passes_for = lambda device: Kernels
-        try:
-            return step()
-        finally:
-            engine.passes_for = original
-
-    optimizer.step = step_by_kernels
+    _step_by(Kernels, optimizer)
 
 
 def _fold_nothing(optimizer, wrapped) -> None:
     """Passes that were right in the first step's trial leave one weight as it is, where a step changes no
     number: what is in the model is as good as what should be."""
-    from megatron_scalevec.execution import engine, shard
+    from megatron_scalevec.execution import shard
 
     class Kernels:
         split_parts = staticmethod(shard.split_parts)
@@ -123,16 +130,7 @@ def _fold_nothing(optimizer, wrapped) -> None:
         one._first_split = False
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    original, step = engine.passes_for, optimizer.step
-
-    def step_by_kernels():
-        engine.passes_for = lambda device: Kernels
-        try:
-            return step()
-        finally:
-            engine.passes_for = original
-
-    optimizer.step = step_by_kernels
+    _step_by(Kernels, optimizer)
 
 
 def _forget_to_write(optimizer, wrapped) -> None:

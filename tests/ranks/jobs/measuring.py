@@ -98,7 +98,7 @@ def bench_tiny() -> dict[str, Any]:
         import step_bench
         from training import Sizes
     initialize_parallel()
-    times = step_bench.times(Sizes(**_TINY), "unified", rounds=2)
+    times = step_bench.times(Sizes(**_TINY), "unified", rounds=1, builds=2)
     step_bench.SMALL = dataclasses.replace(step_bench.SMALL, hidden=64, sequence=16)
     counts = {layers: step_bench.counts(layers=layers) for layers in (1, 2)}
     rows = [{"point": "tiny", **row} for row in counts[1]]
