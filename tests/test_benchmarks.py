@@ -61,6 +61,9 @@ def test_the_benchmark_of_steps(ranks):
     # An operation at a time, where the formula has a fold that costs nothing beside the copy it replaces.
     assert added["bytes_by_formula"] < added["bytes"] < 7 * added["bytes_by_formula"]
     assert by_autograd["bytes"] > two["bytes"] and by_autograd["flops"] > two["flops"]
+    norms = found["norms"]
+    assert all(row["seconds"] > 0 for row in norms.values())
+    assert norms["split_alone"]["bytes"] < norms["three_in_pieces"]["bytes"]
 
 
 @pytest.mark.needs_training  # writes for TensorBoard, which the main environment has

@@ -89,12 +89,13 @@ def count_memory(strategies: list[str], hidden: int) -> dict[str, dict[str, floa
 
 
 def bench_tiny() -> dict[str, Any]:
-    """Rows and lines of step_bench."""
+    """Rows and lines of step_bench, and rows of norm_bench."""
     import dataclasses
 
     from ranks.models import initialize_parallel
 
     with _benchmarks():
+        import norm_bench
         import step_bench
         from training import Sizes
     initialize_parallel()
@@ -103,7 +104,12 @@ def bench_tiny() -> dict[str, Any]:
     counts = {layers: step_bench.counts(layers=layers) for layers in (1, 2)}
     rows = [{"point": "tiny", **row} for row in counts[1]]
     lines = [step_bench.describe_times(row) for row in times]
-    return {"times": times, "counts": counts, "lines": lines + list(map(step_bench.describe_counts, rows))}
+    return {
+        "times": times,
+        "counts": counts,
+        "lines": lines + list(map(step_bench.describe_counts, rows)),
+        "norms": {row["name"]: row for row in norm_bench.measure(tokens=8, heads=4, groups=2, rounds=2)},
+    }
 
 
 def bench_telemetry() -> dict[str, Any]:
