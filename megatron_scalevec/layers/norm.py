@@ -30,8 +30,9 @@ _NAME = "gamma"
 class ScaledNorm:
     """Mixin over any norm class: its output times γ. A LayerNorm's bias belongs to the norm's output.
 
-    torch's RMSNorm takes γ in place of its own scale, in the same pass. Other norms have kernels that read
-    the scale from their parameter: the product is taken after them, in the activations' dtype.
+    torch's norms take γ in place of their own scale, in the same pass, and so do TransformerEngine's
+    (:class:`megatron_scalevec.layers.te.ScaledTENorm`). Others have kernels that read the scale from their
+    parameter: the product is taken after them, in the activations' dtype.
     """
 
     scalevec_tp_group = None  # set where each rank sees only its own heads and nobody else sums
@@ -41,18 +42,29 @@ class ScaledNorm:
         gamma = compose_vector(self, _NAME)
         if self.scalevec_tp_group is not None:
             gamma = common.sum_gradient_over_tensor_parallel(gamma, self.scalevec_tp_group)
-        if getattr(super().forward, "__func__", None) is torch.nn.RMSNorm.forward:
-            return self._with_scale(gamma, *args, **kwargs)
+        return self._scaled(gamma, *args, **kwargs)
+
+    def _scaled(self, gamma: torch.Tensor, *args, **kwargs):
+        kind = getattr(super().forward, "__func__", None)
+        if kind is torch.nn.RMSNorm.forward:
+            return self._rms_norm(gamma, *args, **kwargs)
+        if kind is torch.nn.LayerNorm.forward:
+            return self._layer_norm(gamma, *args, **kwargs)
         out = super().forward(*args, **kwargs)
         if isinstance(out, tuple):
             return (out[0] * gamma.to(out[0].dtype), *out[1:])
         return out * gamma.to(out.dtype)
 
-    def _with_scale(self, gamma: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _rms_norm(self, gamma: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if x.device.type == "cpu" and was_added(self.weight):
             # Norms that the model has anyway are carried out as they are without scale vectors.
             return rms_norm(x, gamma, self.eps)
         return torch.nn.functional.rms_norm(x, self.normalized_shape, gamma.to(x.dtype), self.eps)
+
+    def _layer_norm(self, gamma: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else (self.bias * gamma).to(input.dtype)
+        scale = gamma.to(input.dtype)
+        return torch.nn.functional.layer_norm(input, self.normalized_shape, scale, bias, self.eps)
 
     def _apply(self, fn, recurse=True):
         keep_dtype(self, lambda: super(ScaledNorm, self)._apply(fn, recurse))

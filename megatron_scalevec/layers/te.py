@@ -16,10 +16,12 @@ matter: W would have to be folded from its quantized form, and they stay refused
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformer_engine.pytorch as te
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelLinear,
     TELayerNormColumnParallelLinear,
@@ -211,7 +213,46 @@ LEAVES: dict[type, type[FoldedLinear]] = {
 
 
 class ScaledTENorm(HidesVectors, ScaledNorm):
-    """``ScaledNorm`` over TransformerEngine's norms."""
+    """``ScaledNorm`` over TransformerEngine's norms: their kernels multiply by γ.
+
+    A norm looks its scale up in the forward pass and once more in the backward pass. So what computes is a
+    copy of it, of this one forward pass, whose scale is γ; the module's own stays frozen at one. Fused
+    residual norms keep other modules that share their scale: after them the product is taken.
+    """
+
+    def _scaled(self, gamma, *args, **kwargs):
+        kind = _norm_class(type(self))
+        if kind not in _TAKES_SCALE:
+            return super()._scaled(gamma, *args, **kwargs)
+        own = self._parameters
+        given = {"weight": (gamma - 1 if self.zero_centered_gamma else gamma).to(own["weight"].dtype)}
+        if own.get("bias") is not None:
+            given["bias"] = (own["bias"] * gamma).to(own["bias"].dtype)
+        norm = kind.__new__(kind)
+        norm.__dict__.update(self.__dict__, _parameters=given)
+        out = kind.forward(norm, *args, **kwargs)
+        if torch.is_grad_enabled() and gamma.requires_grad:
+            _require_gradient(out, given["weight"])
+        return out
+
+
+_TAKES_SCALE = (te.RMSNorm, te.LayerNorm)
+
+
+@functools.cache
+def _norm_class(ours: type) -> type:
+    """TransformerEngine's class below ours."""
+    return next(kind for kind in ours.__mro__ if not issubclass(kind, HidesVectors | ScaledNorm))
+
+
+def _require_gradient(out: torch.Tensor, scale: torch.Tensor) -> None:
+    node = torch.autograd.graph.get_gradient_edge(scale).node
+    if out.grad_fn is None or all(before is not node for before, _ in out.grad_fn.next_functions):
+        raise RuntimeError(
+            "the installed TransformerEngine's norms do not take their scale among their parameters, so a "
+            "scale vector would get no gradient; the run was stopped. Install transformer-engine 2.20, or "
+            "use --transformer-impl local."
+        )
 
 
 def build_norm(config, size: int, eps: float) -> torch.nn.Module:

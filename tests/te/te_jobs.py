@@ -342,6 +342,66 @@ def refused(case: str) -> dict[str, Any]:
     return {"error": "", "unchanged": False}
 
 
+def norm_with_gamma(kind: str, zero_centered: bool = False, sabotage: bool = False) -> dict[str, Any]:
+    """A norm of TransformerEngine's with γ = β α, forward and backward, beside plain torch; float64.
+
+    ``sabotage``: its forward pass does not hand its parameters to autograd.
+    """
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.ops.basic import layer_norm, rmsnorm
+
+    from megatron_scalevec.layers.norm import scale_norm
+    from megatron_scalevec.vectors import VectorInfo
+
+    norm_class = getattr(te, kind)
+    rows, size, eps = 24, 16, 1e-5
+    torch.manual_seed(0)
+    norm = norm_class(size, eps=eps, device="cpu", dtype=torch.float64, zero_centered_gamma=zero_centered)
+    x, g = (torch.randn(rows, size, dtype=torch.float64) for _ in range(2))
+    x.requires_grad_()
+    info = VectorInfo("attention", "q", "out", 1, "norm", "product")
+    scale_norm(norm, info, "output", zero_centered=zero_centered, dtype=None)
+    parts = {"beta": norm.gamma_beta, "alpha": norm.gamma_alpha, "x": x}
+    if kind == "LayerNorm":
+        parts["bias"] = norm.bias
+    with torch.no_grad():
+        for name in parts.keys() - {"x"}:
+            parts[name].copy_(torch.rand(parts[name].shape) + 0.5)
+    seen = []
+    module = rmsnorm if kind == "RMSNorm" else layer_norm
+    name = f"{kind.lower()}_fwd"
+    kernel = getattr(module, name)
+
+    def watched(x, weight, *more):
+        seen.append(weight.detach().clone())
+        return kernel(x, weight, *more)
+
+    setattr(module, name, watched)
+    if sabotage:
+        norm_class.forward = lambda self, x: x * self.weight.detach()
+    try:
+        out = norm(x)
+    except RuntimeError as error:
+        return {"error": str(error)}
+    last = type(out.grad_fn).__name__
+    out.backward(g)
+
+    wide = {name: value.detach().clone().requires_grad_() for name, value in parts.items()}
+    centered = wide["x"] - (wide["x"].mean(-1, keepdim=True) if kind == "LayerNorm" else 0)
+    plain = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) + wide.get("bias", 0)
+    gamma = wide["beta"] * wide["alpha"]
+    expected = plain * gamma
+    expected.backward(g)
+    errors = {n: float((p.grad - wide[n].grad).norm() / wide[n].grad.norm()) for n, p in parts.items()}
+    return {
+        "last": last,
+        "scales": [torch.equal(scale, gamma - int(zero_centered)) for scale in seen],
+        "own": set(norm.weight.tolist()),
+        "untouched": norm.weight.grad is None,
+        "errors": {"out": float((out - expected).norm() / expected.norm()), **errors},
+    }
+
+
 def own_hybrid_stack(**overrides: Any) -> dict[str, Any]:
     """The audit of Megatron's own stack of hybrid layers: latent attention and an MLP."""
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec

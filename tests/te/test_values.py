@@ -58,6 +58,23 @@ def test_float32_vectors_in_a_bf16_model(te_ranks):
     assert found == {"dtypes": {"torch.float32"}, "others": {"torch.bfloat16"}, "moved": True}
 
 
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_a_norms_kernel_multiplies_by_gamma(te_ranks, kind, zero_centered):
+    """No product follows it: it is the kernel that is handed γ, and the last to be differentiated."""
+    [found] = te_ranks.run("norm_with_gamma", kind=kind, zero_centered=zero_centered)
+    assert found["last"] == "_OperationFuserAutogradFunctionBackward"
+    assert found["scales"] == [True]
+    assert found["own"] == {0.0 if zero_centered else 1.0} and found["untouched"]
+    assert found["errors"].keys() == {"out", "x", "beta", "alpha", *(["bias"] if kind == "LayerNorm" else [])}
+    assert all(error < 1e-12 for error in found["errors"].values()), found["errors"]
+
+
+def test_a_norm_that_would_lose_the_gradient_stops_the_run(te_ranks):
+    [found] = te_ranks.run("norm_with_gamma", kind="RMSNorm", sabotage=True)
+    assert "would get no gradient; the run was stopped" in found["error"]
+
+
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_the_gpu_check_does(te_ranks, implementation, precision):
