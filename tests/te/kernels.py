@@ -67,6 +67,7 @@ def replace_kernels() -> None:
     layernorm_linear.apply_normalization = _apply_normalization
     for owner in (tex, rmsnorm):
         owner.rmsnorm_fwd, owner.rmsnorm_bwd = _rmsnorm_fwd, _rmsnorm_bwd
+    tex.rmsnorm_bwd_add = _rmsnorm_bwd_add
     for owner in (tex, layer_norm):
         owner.layernorm_fwd, owner.layernorm_bwd = _layernorm_fwd, _layernorm_bwd
     # Kernels know no float64; the names of dtypes mean nothing to these.
@@ -144,6 +145,11 @@ def _rmsnorm_bwd(dy, x, inverse, weight, margin, zero_centered):
     scaled = dy * (weight + int(zero_centered))
     dx = inverse * (scaled - normalized * (scaled * normalized).mean(-1, keepdim=True))
     return dx, (dy * normalized).flatten(0, -2).sum(0)
+
+
+def _rmsnorm_bwd_add(dy, x, add, inverse, weight, margin, zero_centered):
+    dx, dweight = _rmsnorm_bwd(dy, x, inverse, weight, margin, zero_centered)
+    return dx + add, dweight
 
 
 def _layernorm_fwd(x, weight, bias, eps, out, quantizer, dtype, margin, zero_centered):

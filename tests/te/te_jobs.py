@@ -348,12 +348,13 @@ def norm_with_gamma(kind: str, zero_centered: bool = False, sabotage: bool = Fal
     ``sabotage``: its forward pass does not hand its parameters to autograd.
     """
     import transformer_engine.pytorch as te
+    from megatron.core.extensions import transformer_engine as of_megatron
     from transformer_engine.pytorch.ops.basic import layer_norm, rmsnorm
 
     from megatron_scalevec.layers.norm import scale_norm
     from megatron_scalevec.vectors import VectorInfo
 
-    norm_class = getattr(te, kind)
+    norm_class = getattr(te, kind, None) or getattr(of_megatron, kind)
     rows, size, eps = 24, 16, 1e-5
     torch.manual_seed(0)
     norm = norm_class(size, eps=eps, device="cpu", dtype=torch.float64, zero_centered_gamma=zero_centered)
@@ -368,8 +369,7 @@ def norm_with_gamma(kind: str, zero_centered: bool = False, sabotage: bool = Fal
         for name in parts.keys() - {"x"}:
             parts[name].copy_(torch.rand(parts[name].shape) + 0.5)
     seen = []
-    module = rmsnorm if kind == "RMSNorm" else layer_norm
-    name = f"{kind.lower()}_fwd"
+    module, name = (layer_norm, "layernorm_fwd") if kind == "LayerNorm" else (rmsnorm, "rmsnorm_fwd")
     kernel = getattr(module, name)
 
     def watched(x, weight, *more):
@@ -383,6 +383,9 @@ def norm_with_gamma(kind: str, zero_centered: bool = False, sabotage: bool = Fal
         out = norm(x)
     except RuntimeError as error:
         return {"error": str(error)}
+    if isinstance(out, tuple):
+        out, residual = out
+        assert torch.equal(residual, x)
     last = type(out.grad_fn).__name__
     out.backward(g)
 

@@ -70,6 +70,12 @@ def test_a_norms_kernel_multiplies_by_gamma(te_ranks, kind, zero_centered):
     assert all(error < 1e-12 for error in found["errors"].values()), found["errors"]
 
 
+def test_a_fused_residual_norm_is_multiplied_by_gamma(te_ranks):
+    [found] = te_ranks.run("norm_with_gamma", kind="TEFusedResidualRMSNorm")
+    assert found["last"] == "MulBackward0" and found["own"] == {1.0} and found["untouched"]
+    assert all(error < 1e-12 for error in found["errors"].values()), found["errors"]
+
+
 def test_a_norm_that_would_lose_the_gradient_stops_the_run(te_ranks):
     [found] = te_ranks.run("norm_with_gamma", kind="RMSNorm", sabotage=True)
     assert "would get no gradient; the run was stopped" in found["error"]
