@@ -468,6 +468,34 @@ def test_a_fault_stops_the_run(ranks, fault, message):
     assert message in " ".join(str(caught.value).split())
 
 
+@pytest.mark.parametrize("fault", ["leave-norms-alone", "load-norms-alone"])
+def test_a_norm_without_its_scale_stops_the_run(ranks, fault):
+    with pytest.raises(RankFailure, match="the scale of a norm is not what"):
+        ranks.run("compare_executions", cases=[_case("unified")], fault=fault)
+
+
+def test_norms_whose_vectors_are_cut(ranks):
+    """Channels of one vector on two ranks, the scalar of it on one of them."""
+    for found in ranks.run("split_cut_norms", 2):
+        assert found["same"] and found["worst"] < 1e-6, found
+    assert max(found["worst"] for found in ranks.run("split_cut_norms", 2, sabotage=True)) > 1e-2
+
+
+def test_a_dropped_reduction_of_norms_shows(ranks):
+    """Each tensor-parallel rank would have the gradient of its own heads."""
+    cases, fault = [_case("unified")], "drop-reduction-of-norms"
+    [result] = ranks.run("compare_executions", 2, cases=cases, fault=fault, **TP2)[0]
+    assert result["optimizer"]["check"][-1]["vectors"] > 1e-2
+    assert _differences(result)["vectors"] > 1e-3
+
+
+def test_a_model_loaded_for_evaluation(ranks):
+    """Without the optimizer: the norms' γ are those of the stored parts that were loaded."""
+    [found] = ranks.run("load_for_evaluation")
+    assert found["moved"] > 0.0 and found["same"] and found["norms"] == 7
+    assert found["training"].startswith("the live weight of")
+
+
 EXPERTS_SHARE = {"config": {"strategy": "hg", "experts": "shared"}, "experts": "shared"}
 
 

@@ -12,6 +12,7 @@ from megatron_scalevec.convert import applied_config
 from megatron_scalevec.convert.hybrid import is_supported
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.folds import forget_folds, own_folds, release
+from megatron_scalevec.execution.live_gamma import drop_live_gamma
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
 from megatron_scalevec.layers.common import Folded
 from megatron_scalevec.layers.experts import ScaleVecExperts
@@ -101,6 +102,7 @@ def _fold_norm(norm: torch.nn.Module, zero_centered: bool) -> None:
     if own.bias is not None:
         own.bias.mul_(gamma)
     _remove_vectors(norm)
+    drop_live_gamma(norm)
     norm.__dict__.pop("scalevec_tp_group", None)
     _restore_class(norm, ScaledNorm)
 

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution import shard as torch_passes
 from megatron_scalevec.execution.folds import Fold, Vector
+from megatron_scalevec.execution.live_gamma import NormSet
 from megatron_scalevec.execution.members import Member, Shard
 from megatron_scalevec.execution.shard import Part
-from megatron_scalevec.execution.table import VectorTable
 from megatron_scalevec.execution.trial import try_kernels
+from megatron_scalevec.execution.vector_set import VectorSet
 
 __all__ = ["Engine", "FoldSet", "passes_for"]
 
@@ -40,28 +41,20 @@ class _Sharded:
     part: Part
 
 
-class FoldSet:
+class FoldSet(VectorSet):
     """Folds whose weights lie in one member of an optimizer, and their vectors in one."""
 
     def __init__(self, folds: Sequence[Fold], weights: Member, vectors: Member) -> None:
         self.folds = list(folds)
-        self.weights, self.vectors = weights, vectors
+        self.weights = weights
         self.groups = folds[0].groups
-        self.table = VectorTable(
-            list(dict.fromkeys(vector for fold in folds for vector in fold.vectors)), folds[0].weight.device
-        )
+        of_folds = dict.fromkeys(vector for fold in folds for vector in fold.vectors)
+        super().__init__(list(of_folds), folds[0].weight.device, vectors, weights)
         self.local = [
             _Sharded(fold, shard, fold.part(self.table.begins, shard.start, shard.stop))
             for fold, shard in ((fold, weights.shards.get(fold.weight)) for fold in folds)
             if shard is not None
         ]
-        own = [(param, vectors.shards[param]) for param in self.table.values if param in vectors.shards]
-        self._masters = [shard for _, shard in own]
-        self._places = [self.table.values[param][shard.start : shard.stop] for param, shard in own]
-        self._gradients = [self.table.gradients[param][shard.start : shard.stop] for param, shard in own]
-        self.written = False
-        self.waiting: set[int] = set()
-        self.expect_step()
         self._next_check = 0
         self._first_split = self._first_write = True
         self.check_all()
@@ -69,24 +62,6 @@ class FoldSet:
     def check_all(self) -> None:
         """Something has been loaded: look at every shard at the next step."""
         self._unchecked = list(self.local)
-
-    def expect_step(self) -> None:
-        """The optimizers of weights and vectors are about to step."""
-        self.written = False
-        self.waiting = {id(o) for member in (self.weights, self.vectors) for o in member.optimizers}
-
-    # --- collectives -----------------------------------------------------------------------------------
-
-    def gather(self) -> None:
-        """The vectors' values from their masters: nothing of an earlier gathering is used again."""
-        if self.vectors.group is not None:
-            self.table.flat_values.zero_()
-        if self._places:
-            torch._foreach_copy_(self._places, [shard.master for shard in self._masters])
-        if self.vectors.group is not None:
-            # Every element has one owner, so this sum adds zeros to it: it is exact.
-            dist.all_reduce(self.table.flat_values, group=self.vectors.group)
-        self.table.compose()
 
     def complete(self, sums: torch.Tensor) -> None:
         """Sum the vectors' gradients over the ranks that hold the other parts of the weights."""
@@ -112,9 +87,7 @@ class FoldSet:
         passes.split_parts(parts, gradients, masters, self.table.flat_gamma, totals)
         self.table.flat_sums.copy_(totals)
         self.complete(self.table.flat_sums)
-        self.table.chain()
-        if self._gradients:
-            torch._foreach_copy_([shard.gradient for shard in self._masters], self._gradients)
+        self.hand_out()
 
     def write(self) -> None:
         """The live weights from the masters of weights and vectors.
@@ -202,10 +175,10 @@ class FoldSet:
 
 
 class Engine:
-    """All folds of an optimizer, single or chained."""
+    """All folds of an optimizer, single or chained, and γ of the norms that stay norms."""
 
-    def __init__(self, sets: Sequence[FoldSet]) -> None:
-        self.sets = list(sets)
+    def __init__(self, sets: Sequence[FoldSet], norms: Sequence[NormSet] = ()) -> None:
+        self.sets, self.norms = list(sets), list(norms)
         self.written_here = frozenset(one.fold.weight for own in self.sets for one in own.local)
         """Weights whose live values :meth:`write` makes on this rank, whole or in part."""
         self.gathering_later: list[Any] = []
@@ -226,16 +199,19 @@ class Engine:
             return f"in plain torch, as Triton cannot be imported ({_kernels()[1]})"
         return ""
 
+    def _all(self) -> list[FoldSet | NormSet]:
+        return [*self.sets, *self.norms]
+
     @torch.no_grad()
     def split(self) -> None:
         """See :meth:`FoldSet.split`. Gradients are complete, unscaled and not yet clipped."""
-        for one in self.sets:
+        for one in self._all():
             one.split()
         self.expect_step()
 
     def expect_step(self) -> None:
-        """See :meth:`FoldSet.expect_step`."""
-        for one in self.sets:
+        """See :meth:`VectorSet.expect_step`."""
+        for one in self._all():
             one.expect_step()
 
     def check_all(self) -> None:
@@ -259,15 +235,18 @@ class Engine:
 
         Where the vectors are another member's, both must have stepped.
         """
-        for one in self.sets:
+        for one in self._all():
             one.waiting.discard(id(member))
             if not one.waiting and not one.written:
                 one.write()
 
     @torch.no_grad()
     def unfold(self) -> list[Vector]:
-        """See :meth:`FoldSet.unfold`."""
-        return [vector for one in self.sets for vector in one.unfold()]
+        """See :meth:`FoldSet.unfold`; the norms' γ follow the masters."""
+        revived = [vector for one in self.sets for vector in one.unfold()]
+        for one in self.norms:
+            one.write()
+        return revived
 
     def require_written(self) -> None:
         """After a step.
@@ -275,7 +254,7 @@ class Engine:
         Raises:
             RuntimeError: Some live weights were left as they were before the step.
         """
-        if not all(one.written for one in self.sets):
+        if not all(one.written for one in self._all()):
             raise RuntimeError(
                 "the optimizer has stepped without folding its masters into the live weights; the hook on "
                 "_copy_main_params_to_model_params did not take part"

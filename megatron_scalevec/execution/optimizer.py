@@ -30,9 +30,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.buckets import link_ready_signals
 from megatron_scalevec.execution.engine import Engine, FoldSet
-from megatron_scalevec.execution.folds import Fold, folds_of, release
+from megatron_scalevec.execution.folds import Fold, Vector, folds_of, release
+from megatron_scalevec.execution.live_gamma import NormSet
 from megatron_scalevec.execution.members import Member, is_layer_wise, members_of, without_copies_of
 from megatron_scalevec.execution.resume import mark_raw_masters
+from megatron_scalevec.layers.norm import GAMMA, ScaledNorm
 
 __all__ = ["engine_of", "execute_in_optimizer"]
 
@@ -63,8 +65,13 @@ def execute_in_optimizer(optimizer: Any, model_chunks: Sequence[torch.nn.Module]
     if engine_of(optimizer) is not None:
         raise ScaleVecError("this optimizer folds the model's weights already; set it up once.")
     members = members_of(optimizer)
-    engine = Engine(_sets(folds, members))
-    taking_part = dict.fromkeys(member for one in engine.sets for member in (one.weights, one.vectors))
+    engine = Engine(_sets(folds, members), _norm_sets(model_chunks, members))
+    taking_part = dict.fromkeys(
+        (
+            *(member for one in engine.sets for member in (one.weights, one.vectors)),
+            *(one.vectors for one in engine.norms),
+        )
+    )
     for leaf in dict.fromkeys(leaf for member in taking_part for leaf in member.optimizers):
         setattr(leaf, _ENGINE, engine)
         leaf.__class__ = _folding_member(type(leaf))
@@ -99,6 +106,21 @@ def _sets(folds: Sequence[Fold], members: Sequence[Member]) -> list[FoldSet]:
     for one in sets:
         _require_masters(one)
     return sets
+
+
+def _norm_sets(chunks: Sequence[torch.nn.Module], members: Sequence[Member]) -> list[NormSet]:
+    """Norms by the member that steps their vector and the group over which its gradient is a sum.
+
+    A norm whose vector is not trained, or not as a whole, goes on composing it by itself.
+    """
+    grouped: dict[tuple[Member, int], tuple[list[Vector], Any]] = {}
+    for norm in (module for chunk in chunks for module in chunk.modules() if isinstance(module, ScaledNorm)):
+        vector, group = Vector(norm, GAMMA), norm.scalevec_tp_group
+        group = group if group is not None and group.size() > 1 else None
+        for member in members:
+            if all(part in member.params for part in vector.parts.values()):
+                grouped.setdefault((member, id(group)), ([], group))[0].append(vector)
+    return [NormSet(vectors, member, group) for (member, _), (vectors, group) in grouped.items()]
 
 
 def _require_masters(one: FoldSet) -> None:

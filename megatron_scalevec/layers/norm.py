@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_scalevec.execution.live_gamma import has_live_gamma, live_gamma, renew_from_parts
 from megatron_scalevec.layers import common
 from megatron_scalevec.layers.rms_norm import rms_norm
 from megatron_scalevec.vectors import (
@@ -22,34 +23,34 @@ from megatron_scalevec.vectors import (
     was_added,
 )
 
-__all__ = ["NormHandle", "ScaledNorm", "head_norm", "retire", "scale_norm"]
+__all__ = ["GAMMA", "NormHandle", "ScaledNorm", "head_norm", "retire", "scale_norm"]
 
-_NAME = "gamma"
+GAMMA = "gamma"
 
 
 class ScaledNorm:
     """Mixin over any norm class: its output times γ. A LayerNorm's bias belongs to the norm's output.
 
-    torch's norms take γ in place of their own scale, in the same pass, and so do TransformerEngine's
+    torch's RMSNorm takes γ in place of its own scale, in the same pass, and so do TransformerEngine's norms
     (:class:`megatron_scalevec.layers.te.ScaledTENorm`). Others have kernels that read the scale from their
-    parameter: the product is taken after them, in the activations' dtype.
+    parameter, and torch's LayerNorm sums the gradient of its scale in half precision on a CPU: after them the
+    product is taken, in the activations' dtype.
     """
 
     scalevec_tp_group = None  # set where each rank sees only its own heads and nobody else sums
 
     def forward(self, *args, **kwargs):
         """As the norm's; the first of several outputs (fused residual norms) is scaled."""
-        gamma = compose_vector(self, _NAME)
+        if has_live_gamma(self):
+            return self._scaled(live_gamma(self, GAMMA), *args, **kwargs)
+        gamma = compose_vector(self, GAMMA)
         if self.scalevec_tp_group is not None:
             gamma = common.sum_gradient_over_tensor_parallel(gamma, self.scalevec_tp_group)
         return self._scaled(gamma, *args, **kwargs)
 
     def _scaled(self, gamma: torch.Tensor, *args, **kwargs):
-        kind = getattr(super().forward, "__func__", None)
-        if kind is torch.nn.RMSNorm.forward:
+        if getattr(super().forward, "__func__", None) is torch.nn.RMSNorm.forward:
             return self._rms_norm(gamma, *args, **kwargs)
-        if kind is torch.nn.LayerNorm.forward:
-            return self._layer_norm(gamma, *args, **kwargs)
         out = super().forward(*args, **kwargs)
         if isinstance(out, tuple):
             return (out[0] * gamma.to(out[0].dtype), *out[1:])
@@ -61,14 +62,13 @@ class ScaledNorm:
             return rms_norm(x, gamma, self.eps)
         return torch.nn.functional.rms_norm(x, self.normalized_shape, gamma.to(x.dtype), self.eps)
 
-    def _layer_norm(self, gamma: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else (self.bias * gamma).to(input.dtype)
-        scale = gamma.to(input.dtype)
-        return torch.nn.functional.layer_norm(input, self.normalized_shape, scale, bias, self.eps)
-
     def _apply(self, fn, recurse=True):
         keep_dtype(self, lambda: super(ScaledNorm, self)._apply(fn, recurse))
         return self
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        super()._load_from_state_dict(*args, **kwargs)
+        renew_from_parts(self, GAMMA)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def scale_norm(
     norm.__class__ = common.mixed_class(_mixin(norm), type(norm))
     norm.scalevec_tp_group = tp_group
     before = set(dict(norm.named_parameters(recurse=False)))
-    add_vector(norm, _NAME, gamma, info, role, like=weight, dtype=dtype)
+    add_vector(norm, GAMMA, gamma, info, role, like=weight, dtype=dtype)
     if tp_group is None:
         for name, parameter in norm.named_parameters(recurse=False):
             if name not in before:

@@ -225,11 +225,12 @@ class ScaledTENorm(HidesVectors, ScaledNorm):
         if kind not in _TAKES_SCALE:
             return super()._scaled(gamma, *args, **kwargs)
         own = self._parameters
-        given = {"weight": (gamma - 1 if self.zero_centered_gamma else gamma).to(own["weight"].dtype)}
+        given = {"weight": gamma.to(own["weight"].dtype)}
         if own.get("bias") is not None:
             given["bias"] = (own["bias"] * gamma).to(own["bias"].dtype)
         norm = kind.__new__(kind)
-        norm.__dict__.update(self.__dict__, _parameters=given)
+        # Rounding γ − 1 would take a small γ for zero.
+        norm.__dict__.update(self.__dict__, _parameters=given, zero_centered_gamma=False)
         out = kind.forward(norm, *args, **kwargs)
         if torch.is_grad_enabled() and gamma.requires_grad:
             _require_gradient(out, given["weight"])

@@ -342,8 +342,11 @@ def refused(case: str) -> dict[str, Any]:
     return {"error": "", "unchanged": False}
 
 
-def norm_with_gamma(kind: str, zero_centered: bool = False, sabotage: bool = False) -> dict[str, Any]:
-    """A norm of TransformerEngine's with γ = β α, forward and backward, beside plain torch; float64.
+def norm_with_gamma(
+    kind: str, zero_centered: bool = False, sabotage: bool = False, small: bool = False
+) -> dict[str, Any]:
+    """A norm of TransformerEngine's with γ = β α, forward and backward, beside plain torch; float64, or
+    bfloat16 where γ is to be ``small``.
 
     ``sabotage``: its forward pass does not hand its parameters to autograd.
     """
@@ -357,8 +360,9 @@ def norm_with_gamma(kind: str, zero_centered: bool = False, sabotage: bool = Fal
     norm_class = getattr(te, kind, None) or getattr(of_megatron, kind)
     rows, size, eps = 24, 16, 1e-5
     torch.manual_seed(0)
-    norm = norm_class(size, eps=eps, device="cpu", dtype=torch.float64, zero_centered_gamma=zero_centered)
-    x, g = (torch.randn(rows, size, dtype=torch.float64) for _ in range(2))
+    dtype = torch.bfloat16 if small else torch.float64
+    norm = norm_class(size, eps=eps, device="cpu", dtype=dtype, zero_centered_gamma=zero_centered)
+    x, g = (torch.randn(rows, size, dtype=dtype) for _ in range(2))
     x.requires_grad_()
     info = VectorInfo("attention", "q", "out", 1, "norm", "product")
     scale_norm(norm, info, "output", zero_centered=zero_centered, dtype=None)
@@ -368,6 +372,8 @@ def norm_with_gamma(kind: str, zero_centered: bool = False, sabotage: bool = Fal
     with torch.no_grad():
         for name in parts.keys() - {"x"}:
             parts[name].copy_(torch.rand(parts[name].shape) + 0.5)
+        if small:
+            parts["beta"].fill_(1e-3)
     seen = []
     module, name = (layer_norm, "layernorm_fwd") if kind == "LayerNorm" else (rmsnorm, "rmsnorm_fwd")
     kernel = getattr(module, name)
@@ -389,16 +395,16 @@ def norm_with_gamma(kind: str, zero_centered: bool = False, sabotage: bool = Fal
     last = type(out.grad_fn).__name__
     out.backward(g)
 
-    wide = {name: value.detach().clone().requires_grad_() for name, value in parts.items()}
+    wide = {name: value.detach().double().requires_grad_() for name, value in parts.items()}
     centered = wide["x"] - (wide["x"].mean(-1, keepdim=True) if kind == "LayerNorm" else 0)
     plain = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) + wide.get("bias", 0)
     gamma = wide["beta"] * wide["alpha"]
     expected = plain * gamma
-    expected.backward(g)
+    expected.backward(g.double())
     errors = {n: float((p.grad - wide[n].grad).norm() / wide[n].grad.norm()) for n, p in parts.items()}
     return {
         "last": last,
-        "scales": [torch.equal(scale, gamma - int(zero_centered)) for scale in seen],
+        "scales": [torch.equal(scale, gamma.to(dtype)) for scale in seen],
         "own": set(norm.weight.tolist()),
         "untouched": norm.weight.grad is None,
         "errors": {"out": float((out - expected).norm() / expected.norm()), **errors},

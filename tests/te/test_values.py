@@ -70,6 +70,15 @@ def test_a_norms_kernel_multiplies_by_gamma(te_ranks, kind, zero_centered):
     assert all(error < 1e-12 for error in found["errors"].values()), found["errors"]
 
 
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_a_small_gamma_in_bfloat16(te_ranks, zero_centered):
+    """Where Megatron stores γ − 1, in which it would be rounded away."""
+    [found] = te_ranks.run("norm_with_gamma", kind="RMSNorm", zero_centered=zero_centered, small=True)
+    assert found["scales"] == [True]
+    errors = found["errors"]
+    assert max(errors["out"], errors["x"], errors["alpha"]) < 2e-2, errors
+
+
 def test_a_fused_residual_norm_is_multiplied_by_gamma(te_ranks):
     [found] = te_ranks.run("norm_with_gamma", kind="TEFusedResidualRMSNorm")
     assert found["last"] == "MulBackward0" and found["own"] == {1.0} and found["untouched"]

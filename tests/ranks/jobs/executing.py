@@ -16,6 +16,8 @@ from ranks.jobs.faults import FAULTS
 __all__ = [
     "compare_executions",
     "copy_without_folding",
+    "load_for_evaluation",
+    "split_cut_norms",
     "start_from_dead_channels",
     "train_unrounded",
     "train_without_an_engine",
@@ -403,6 +405,94 @@ def _groups(leaf) -> list[list[list[int]]]:
     return [[[id(p) for p in group] for group in getattr(leaf, name)] for name in _names_of_groups(leaf)]
 
 
+def load_for_evaluation() -> dict[str, Any]:
+    """A trained model gets an earlier state without its optimizer, computes, and is trained again."""
+    from megatron_scalevec import ScaleVecError
+    from megatron_scalevec.execution.live_gamma import has_live_gamma
+    from megatron_scalevec.execution.optimizer import execute_in_optimizer
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    [gpt], wrapped, stepper = _build("optimizer", False, {}, config={"strategy": "unified"}, precision="bf16")
+    execute_in_optimizer(stepper, wrapped)
+    position = torch.arange(8)[None]
+
+    def logits():
+        with torch.no_grad():
+            return gpt(position, position, None).clone()
+
+    for step in range(2):
+        _step(wrapped, stepper, step)
+    before = logits()
+    state = {name: value.clone() for name, value in gpt.state_dict().items() if value is not None}
+    for step in range(2):
+        _step(wrapped, stepper, step)
+    moved = float((logits() - before).abs().max())
+    gpt.load_state_dict(state)
+    found = {
+        "moved": moved,
+        "same": torch.equal(logits(), before),
+        "norms": sum(has_live_gamma(module) for module in gpt.modules()),
+    }
+    try:
+        _step(wrapped, stepper, 4)
+    except ScaleVecError as error:
+        found["training"] = str(error)
+    return found
+
+
+def split_cut_norms(sabotage: bool = False) -> dict[str, Any]:
+    """Vectors of norms whose parts are cut between two ranks, through one split and one write.
+
+    ``sabotage``: the ranks do not sum.
+    """
+    from megatron_scalevec.execution.folds import Vector
+    from megatron_scalevec.execution.live_gamma import NormSet, live_gamma
+    from megatron_scalevec.execution.members import Member, Shard
+    from megatron_scalevec.reparam import get_reparameterization
+    from megatron_scalevec.vectors import VectorInfo, add_vector
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    rank, size = torch.distributed.get_rank(), 8
+    torch.manual_seed(0)
+    norms, member, all_parts = [], Member(None), []
+    for kind in ("product", "unit", "none"):
+        norm = torch.nn.RMSNorm(size)
+        info = VectorInfo("attention", "v", "out", 1, "norm", kind)
+        add_vector(norm, "gamma", torch.rand(size) + 0.5, info, "output", like=norm.weight)
+        norms.append(Vector(norm, "gamma"))
+        all_parts.append(list(norms[-1].parts.values()))
+    flat = [part for parts in all_parts for part in parts]
+    gradients = [torch.randn(part.shape) if part.numel() == size else torch.zeros(1) for part in flat]
+    for part, gradient in zip(flat, gradients):
+        # Scalars on the one rank, channels on both.
+        start, stop = ((0, 5), (5, size))[rank] if part.numel() == size else ((0, 0), (0, 1))[rank]
+        if start < stop:
+            main = part.detach()[start:stop].clone().requires_grad_()
+            main.grad = gradient[start:stop].clone()
+            member.shards[part] = Shard(part, main, start, stop)
+    member.group = torch.distributed.group.WORLD
+    one = NormSet(norms, member, None)
+    if sabotage:
+        one.complete = lambda sums: None
+    worst, same = 0.0, True
+    with torch.no_grad():
+        one.write()
+        for vector in norms:
+            composed = get_reparameterization(vector.kind).compose(vector.parts)
+            same = same and torch.equal(live_gamma(vector.owner, vector.name), composed)
+        one.split()
+    for vector, parts in zip(norms, all_parts):
+        gamma = get_reparameterization(vector.kind).compose(vector.parts)
+        [of_gamma] = [g for part, g in zip(flat, gradients) if part.numel() == size and part in set(parts)]
+        for part, expected in zip(parts, torch.autograd.grad(gamma, parts, of_gamma)):
+            if part in member.shards:
+                own = member.shards[part]
+                worst = max(worst, float((own.gradient - expected[own.start : own.stop]).abs().max()))
+    return {"worst": worst, "same": same}
+
+
 def train_without_an_engine() -> dict[str, str]:
     """What is said when a model that is to be folded by an optimizer meets one that was not told."""
     from megatron_scalevec import ScaleVecError
@@ -456,8 +546,10 @@ def _record_check(engine, record: dict[str, Any]) -> None:
     def split():
         engine.split = original
         before = [_state(one) for one in engine.sets]
+        norms = [_norm_state(one) for one in engine.norms]
         original()
         record["check"] = [_errors(one, state) for one, state in zip(engine.sets, before)]
+        record["check"] += [_norm_errors(one, state) for one, state in zip(engine.norms, norms)]
 
     engine.split = split
 
@@ -530,6 +622,44 @@ def _errors(one, state: dict[str, Any]) -> dict[str, Any]:
     return worst
 
 
+def _norm_state(one) -> dict[Any, dict[str, Any]]:
+    """By vector: values of the stored parts by suffix, and what came as a gradient of γ's size."""
+    found = {}
+    for vector in one.table.begins:
+        largest = max(vector.parts.values(), key=torch.Tensor.numel)
+        gradient = _gathered(one.vectors, largest, lambda shard: shard.gradient)
+        if one.group is not None:
+            torch.distributed.all_reduce(gradient, group=one.group)
+        found[vector] = {"values": _norm_values(one, vector), "gradient": gradient}
+    return found
+
+
+def _norm_values(one, vector) -> dict[str, torch.Tensor]:
+    return {s: _gathered(one.vectors, p, lambda shard: shard.master) for s, p in vector.parts.items()}
+
+
+@torch.enable_grad()
+def _norm_errors(one, state: dict[Any, dict[str, Any]]) -> dict[str, float]:
+    """As :func:`_errors`, for vectors that stay with their norms."""
+    from reference import product, unit
+
+    worst = 0.0
+    for vector, before in state.items():
+        # As the model has them.
+        leaves = {
+            suffix: value.to(vector.parts[suffix].dtype).double().requires_grad_()
+            for suffix, value in before["values"].items()
+        }
+        gamma = {"none": lambda x: x, "product": product, "unit": unit}[vector.kind](*leaves.values())
+        (gamma * before["gradient"]).sum().backward()
+        terms = float(before["gradient"].norm() * gamma.detach().norm())
+        for suffix, part in vector.parts.items():
+            found = _gathered(one.vectors, part, lambda shard: shard.gradient)
+            scale = max(float(leaves[suffix].grad.abs().max()), terms if part.numel() == 1 else 0.0)
+            worst = max(worst, _ratio(found - leaves[suffix].grad, scale))
+    return {"weight": 0.0, "vectors": worst}
+
+
 def _blocks(raw: torch.Tensor, fold, value):
     """Rows of one branch, γ_in of this rank's columns, γ_out of these rows; None for ones."""
     own = slice(fold.first_column, fold.first_column + raw.shape[1])
@@ -561,7 +691,10 @@ def _ratio(difference: torch.Tensor, scale: float) -> float:
 
 
 def _live_is_folded(engine) -> bool:
-    """Whether every shard of every live weight is cast(fold(masters)), bit by bit, computed whole."""
+    """Whether every shard of every live weight is cast(fold(masters)), bit by bit, computed whole; and γ of
+    every norm what its masters compose to as the model has them."""
+    from megatron_scalevec.reparam import get_reparameterization
+
     for one in engine.sets:
         one.gather()
         for local in one.local:
@@ -574,6 +707,12 @@ def _live_is_folded(engine) -> bool:
                 rows.append(block if outer is None else block * outer[:, None])
             expected = torch.cat(rows).view(-1)[shard.start : shard.stop].to(fold.weight.dtype)
             if not torch.equal(expected, shard.live):
+                return False
+    for one in engine.norms:
+        for vector in one.table.begins:
+            values = {s: v.to(one.live.dtype).float() for s, v in _norm_values(one, vector).items()}
+            expected = get_reparameterization(vector.kind).compose(values).to(one.live.dtype)
+            if not torch.equal(expected, vector.owner.__dict__["scalevec_live_gamma"]):
                 return False
     return True
 

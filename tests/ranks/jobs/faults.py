@@ -82,6 +82,38 @@ def _drop_reduction(optimizer, wrapped) -> None:
         one.complete = lambda sums: None
 
 
+def _drop_reduction_of_norms(optimizer, wrapped) -> None:
+    """The vectors of norms get the gradient of this rank's shards and heads alone."""
+    for one in _engine(optimizer).norms:
+        one.complete = lambda sums: None
+
+
+def _leave_norms_alone(optimizer, wrapped) -> None:
+    """After a step the norms have the scale of the step before."""
+    for one in _engine(optimizer).norms:
+
+        def write(one=one):
+            one.written = True
+
+        one.write = write
+
+
+def _load_norms_alone(optimizer, wrapped) -> None:
+    """Between two steps somebody loads vectors of norms into the optimizer, and not into the model."""
+    original = optimizer.step
+    steps = []
+
+    def step():
+        if len(steps) == 2:
+            for one in _engine(optimizer).norms:
+                for shard in one._masters:
+                    shard.master.mul_(1.5)
+        steps.append(1)
+        return original()
+
+    optimizer.step = step
+
+
 def _step_by(kernels: type, optimizer) -> None:
     """Steps are taken with these passes instead of torch's."""
     from megatron_scalevec.execution import engine
@@ -182,6 +214,9 @@ FAULTS = {
     "scale-vectors": _scale_vectors,
     "fold-late": _fold_late,
     "drop-reduction": _drop_reduction,
+    "drop-reduction-of-norms": _drop_reduction_of_norms,
+    "leave-norms-alone": _leave_norms_alone,
+    "load-norms-alone": _load_norms_alone,
     "wrong-kernels": _wrong_kernels,
     "fold-nothing": _fold_nothing,
     "forget-to-write": _forget_to_write,
