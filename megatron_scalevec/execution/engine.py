@@ -244,9 +244,14 @@ class Engine:
     def unfold(self) -> list[Vector]:
         """See :meth:`FoldSet.unfold`; the norms' γ follow the masters."""
         revived = [vector for one in self.sets for vector in one.unfold()]
+        self.renew()
+        return revived
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Masters have been loaded: γ of the norms, to the last digit. Live weights are loaded as well."""
         for one in self.norms:
             one.write()
-        return revived
 
     def require_written(self) -> None:
         """After a step.

@@ -1,6 +1,6 @@
 """Where the engine is hooked into Megatron's optimizers.
 
-Three methods of a single optimizer and three of the outermost one are extended, by a subclass that is made
+Three methods of a single optimizer and four of the outermost one are extended, by a subclass that is made
 for each instance's own class; no method of Megatron's classes is replaced, so optimizers of other models
 are untouched.
 
@@ -12,6 +12,7 @@ are untouched.
     load_state_dict                      of a single one: then all live weights are to be compared again
     prepare_grads                        of the outermost: then gradients are split; clipping comes later
     step_with_ready_grads                of the outermost: then every live weight has been folded
+    load_state_dict                      of the outermost: then the norms' γ are composed
     reload_model_params                  of the outermost: then masters are unfolded
 
 A layer-wise optimizer whose weights' vectors another one steps afterwards gathers its weights at the end of
@@ -208,6 +209,10 @@ def _folding_root(base: type) -> type:
                 for layer_wise in engine_of(self).gathering_later:
                     layer_wise.gather_now()
             return success
+
+        def load_state_dict(self, *args, **kwargs):
+            super().load_state_dict(*args, **kwargs)
+            engine_of(self).renew()
 
         def reload_model_params(self, *args, **kwargs):
             super().reload_model_params(*args, **kwargs)
