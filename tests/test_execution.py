@@ -494,6 +494,9 @@ def test_a_model_loaded_for_evaluation(ranks):
     [found] = ranks.run("load_for_evaluation")
     assert found["moved"] > 0.0 and found["same"] and found["norms"] == 7
     assert found["training"].startswith("the live weight of")
+    assert found["of a stock model"] == {2.0} and found["as before"]
+    assert found["cast"] == "torch.float64"
+    assert "moved to another device or dtype" in found["training a cast one"]
 
 
 EXPERTS_SHARE = {"config": {"strategy": "hg", "experts": "shared"}, "experts": "shared"}

@@ -10,8 +10,9 @@ import torch
 
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.folds import fold_live_weights, own_folds
+from megatron_scalevec.execution.live_gamma import renew_from_parts
 from megatron_scalevec.layers.linear import scale_of_all_channels
-from megatron_scalevec.layers.norm import NormHandle, ScaledNorm, retire
+from megatron_scalevec.layers.norm import GAMMA, NormHandle, ScaledNorm, retire
 from megatron_scalevec.vectors import compose_vector, set_vector
 
 __all__ = ["absorb_norms"]
@@ -35,12 +36,15 @@ def absorb_norms(model: torch.nn.Module) -> None:
     for norm, owners in fed.values():
         _absorb(norm, owners, zero_centered)
     fold_live_weights(model)
+    for module in model.modules():
+        if isinstance(module, ScaledNorm):
+            renew_from_parts(module, GAMMA)
 
 
 def _input_vectors(owner: torch.nn.Module) -> list[tuple[torch.nn.Module, str] | None]:
     """Module and name of every input scale, None for a branch that has none."""
     if isinstance(owner, ScaledNorm):
-        return [(owner, "gamma")]
+        return [(owner, GAMMA)]
     folds = own_folds(owner)
     if folds:
         return [v and (v.owner, v.name) for v in dict.fromkeys(v for fold in folds for v in fold.inner)]

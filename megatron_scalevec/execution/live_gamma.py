@@ -9,7 +9,7 @@ parts' gradients, for all norms at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,14 @@ from megatron_scalevec.execution.vector_set import VectorSet
 from megatron_scalevec.reparam import get_reparameterization
 from megatron_scalevec.vectors import compose_vector, vector_parts
 
-__all__ = ["NormSet", "drop_live_gamma", "has_live_gamma", "live_gamma", "renew_from_parts"]
+__all__ = [
+    "NormSet",
+    "drop_live_gamma",
+    "has_live_gamma",
+    "live_gamma",
+    "move_live_gamma",
+    "renew_from_parts",
+]
 
 _ATTRIBUTE = "scalevec_live_gamma"
 
@@ -46,9 +53,13 @@ class NormSet(VectorSet):
         self._carried = [shard for _, shard in held]
         sums = self.table.flat_sums
         self._sums = [sums[begin + shard.start : begin + shard.stop] for begin, shard in held]
-        for vector in vectors:
-            begin = self.table.begins[vector]
-            vector.owner.__dict__[_ATTRIBUTE] = self.live[begin : begin + vector.size]
+        self._views = {vector.owner: self._view(vector) for vector in vectors}
+        for norm, gamma in self._views.items():
+            norm.__dict__[_ATTRIBUTE] = gamma
+
+    def _view(self, vector: Vector) -> torch.Tensor:
+        begin = self.table.begins[vector]
+        return self.live[begin : begin + vector.size]
 
     def compose(self) -> None:
         """γ from the values as the model has them: what the norm would compose by itself."""
@@ -80,8 +91,13 @@ class NormSet(VectorSet):
         """Look whether γ is what its masters compose to.
 
         Raises:
-            ScaleVecError: Somebody has changed one without the other.
+            ScaleVecError: Somebody has changed one without the other, or moved a norm.
         """
+        if any(norm.__dict__.get(_ATTRIBUTE) is not gamma for norm, gamma in self._views.items()):
+            raise ScaleVecError(
+                "a norm was moved to another device or dtype after the optimizer was set up, so its scale "
+                "would not follow the optimizer; set the optimizer up on the model as it is to be trained."
+            )
         expected = self.table.flat_gamma.to(self.live.dtype)
         # Right is also what differs by the last digit: a vector alone may have its squares summed otherwise.
         tolerance = max(2 * torch.finfo(expected.dtype).eps, 1e-5)
@@ -137,6 +153,12 @@ def renew_from_parts(norm: torch.nn.Module, name: str) -> None:
     """The stored parts have been loaded, without the optimizer's masters or before them."""
     if has_live_gamma(norm):
         norm.__dict__[_ATTRIBUTE].copy_(compose_vector(norm, name))
+
+
+def move_live_gamma(norm: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The norm is moved or cast, as by ``Module._apply``. Where that changes γ, no optimizer writes it."""
+    if has_live_gamma(norm):
+        norm.__dict__[_ATTRIBUTE] = fn(norm.__dict__[_ATTRIBUTE])
 
 
 def drop_live_gamma(norm: torch.nn.Module) -> None:

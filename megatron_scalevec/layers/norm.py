@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_scalevec.execution.live_gamma import has_live_gamma, live_gamma, renew_from_parts
+from megatron_scalevec.execution.live_gamma import (
+    has_live_gamma,
+    live_gamma,
+    move_live_gamma,
+    renew_from_parts,
+)
 from megatron_scalevec.layers import common
 from megatron_scalevec.layers.rms_norm import rms_norm
 from megatron_scalevec.vectors import (
@@ -59,16 +64,18 @@ class ScaledNorm:
     def _rms_norm(self, gamma: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if x.device.type == "cpu" and was_added(self.weight):
             # Norms that the model has anyway are carried out as they are without scale vectors.
-            return rms_norm(x, gamma, self.eps)
+            return rms_norm(x, gamma.to(x.dtype), self.eps)
         return torch.nn.functional.rms_norm(x, self.normalized_shape, gamma.to(x.dtype), self.eps)
 
     def _apply(self, fn, recurse=True):
         keep_dtype(self, lambda: super(ScaledNorm, self)._apply(fn, recurse))
+        move_live_gamma(self, fn)
         return self
 
-    def _load_from_state_dict(self, *args, **kwargs):
-        super()._load_from_state_dict(*args, **kwargs)
-        renew_from_parts(self, GAMMA)
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if any(name.startswith(f"{prefix}{GAMMA}") for name in state_dict):
+            renew_from_parts(self, GAMMA)
 
 
 @dataclass(frozen=True)

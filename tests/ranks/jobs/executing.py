@@ -406,10 +406,12 @@ def _groups(leaf) -> list[list[list[int]]]:
 
 
 def load_for_evaluation() -> dict[str, Any]:
-    """A trained model gets an earlier state without its optimizer, computes, and is trained again."""
+    """A trained model gets an earlier state without its optimizer, computes, and is trained again; then it
+    gets the norms of a stock model, and one norm is cast."""
     from megatron_scalevec import ScaleVecError
-    from megatron_scalevec.execution.live_gamma import has_live_gamma
-    from megatron_scalevec.execution.optimizer import execute_in_optimizer
+    from megatron_scalevec.checkpoint.from_stock import absorb_norms
+    from megatron_scalevec.execution.live_gamma import has_live_gamma, live_gamma
+    from megatron_scalevec.execution.optimizer import engine_of, execute_in_optimizer
     from ranks.models import initialize_parallel
 
     initialize_parallel()
@@ -438,6 +440,24 @@ def load_for_evaluation() -> dict[str, Any]:
         _step(wrapped, stepper, 4)
     except ScaleVecError as error:
         found["training"] = str(error)
+    last = gpt.decoder.final_layernorm
+    with torch.no_grad():
+        last.weight.fill_(2.0)
+    absorb_norms(gpt)
+    found["of a stock model"] = set(live_gamma(last, "gamma").tolist())
+    last.load_state_dict({}, strict=False)
+    last.to(torch.bfloat16)
+    for one in engine_of(stepper).norms:
+        one.write()
+        one.check()
+    found["as before"] = 2.0 not in live_gamma(last, "gamma").tolist()
+    last.double()
+    found["cast"] = str(live_gamma(last, "gamma").dtype)
+    try:
+        for one in engine_of(stepper).norms:
+            one.check()
+    except ScaleVecError as error:
+        found["training a cast one"] = str(error)
     return found
 
 
