@@ -14,7 +14,7 @@ from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.folds import forget_folds, own_folds, release
 from megatron_scalevec.execution.live_gamma import drop_live_gamma
 from megatron_scalevec.layers.attention import ScaleVecSelfAttention
-from megatron_scalevec.layers.common import Folded
+from megatron_scalevec.layers.common import Folded, class_below
 from megatron_scalevec.layers.experts import ScaleVecExperts
 from megatron_scalevec.layers.linear import FoldedLinear
 from megatron_scalevec.layers.norm import NormHandle, ScaledNorm
@@ -116,5 +116,4 @@ def _remove_vectors(owner: torch.nn.Module) -> None:
 
 def _restore_class(module: torch.nn.Module, ours: type) -> None:
     """The class below those of ours."""
-    below = (cls for cls in type(module).__mro__ if not issubclass(cls, ours))
-    module.__class__ = next(cls for cls in below if issubclass(cls, torch.nn.Module))  # not another mixin
+    module.__class__ = class_below(type(module), ours)

@@ -18,6 +18,7 @@ __all__ = [
     "Folded",
     "is_exactly",
     "is_transformer_engine",
+    "class_below",
     "mixed_class",
     "sharded_vectors",
     "sum_gradient_over_tensor_parallel",
@@ -76,6 +77,13 @@ def sharded_vectors(
     return make_sharded_tensors_for_checkpoint(
         own, prefix, {}, sharded_offsets, tp_group=tp_group, dp_cp_group=group
     )
+
+
+@functools.cache
+def class_below(kind: type, ours: type) -> type:
+    """The class of modules that a mixin of ours was put in front of, other mixins passed over."""
+    below = (cls for cls in kind.__mro__ if not issubclass(cls, ours))
+    return next(cls for cls in below if issubclass(cls, torch.nn.Module))
 
 
 @functools.cache

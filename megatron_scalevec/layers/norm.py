@@ -62,10 +62,11 @@ class ScaledNorm:
         return out * gamma.to(out.dtype)
 
     def _rms_norm(self, gamma: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        scale = gamma.to(x.dtype)
         if x.device.type == "cpu" and was_added(self.weight):
             # Norms that the model has anyway are carried out as they are without scale vectors.
-            return rms_norm(x, gamma.to(x.dtype), self.eps)
-        return torch.nn.functional.rms_norm(x, self.normalized_shape, gamma.to(x.dtype), self.eps)
+            return rms_norm(x, scale, self.eps)
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, scale, self.eps)
 
     def _apply(self, fn, recurse=True):
         keep_dtype(self, lambda: super(ScaledNorm, self)._apply(fn, recurse))

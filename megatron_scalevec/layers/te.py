@@ -16,7 +16,6 @@ matter: W would have to be folded from its quantized form, and they stay refused
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +30,7 @@ from megatron.core.extensions.transformer_engine import (
 )
 
 from megatron_scalevec.errors import ScaleVecError
+from megatron_scalevec.layers.common import class_below
 from megatron_scalevec.layers.linear import FoldedLinear
 from megatron_scalevec.layers.norm import ScaledNorm
 from megatron_scalevec.vectors import vector_info, was_added
@@ -221,7 +221,7 @@ class ScaledTENorm(HidesVectors, ScaledNorm):
     """
 
     def _scaled(self, gamma, *args, **kwargs):
-        kind = _norm_class(type(self))
+        kind = class_below(type(self), ScaledNorm)
         if kind not in _TAKES_SCALE:
             return super()._scaled(gamma, *args, **kwargs)
         own = self._parameters
@@ -238,12 +238,6 @@ class ScaledTENorm(HidesVectors, ScaledNorm):
 
 
 _TAKES_SCALE = (te.RMSNorm, te.LayerNorm)
-
-
-@functools.cache
-def _norm_class(ours: type) -> type:
-    """TransformerEngine's class below ours."""
-    return next(kind for kind in ours.__mro__ if not issubclass(kind, HidesVectors | ScaledNorm))
 
 
 def _require_gradient(out: torch.Tensor, scale: torch.Tensor) -> None:

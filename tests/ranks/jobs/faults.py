@@ -98,22 +98,6 @@ def _leave_norms_alone(optimizer, wrapped) -> None:
         one.write = write
 
 
-def _load_norms_alone(optimizer, wrapped) -> None:
-    """Between two steps somebody loads vectors of norms into the optimizer, and not into the model."""
-    original = optimizer.step
-    steps = []
-
-    def step():
-        if len(steps) == 2:
-            for one in _engine(optimizer).norms:
-                for shard in one._masters:
-                    shard.master.mul_(1.5)
-        steps.append(1)
-        return original()
-
-    optimizer.step = step
-
-
 def _step_by(kernels: type, optimizer) -> None:
     """Steps are taken with these passes instead of torch's."""
     from megatron_scalevec.execution import engine
@@ -171,12 +155,21 @@ def _forget_to_write(optimizer, wrapped) -> None:
 
 def _load_vectors_alone(optimizer, wrapped) -> None:
     """Between two steps somebody loads vectors into the optimizer and leaves the model as it is."""
+    _load_masters(optimizer, _engine(optimizer).sets)
+
+
+def _load_norms_alone(optimizer, wrapped) -> None:
+    """The same with the vectors of norms alone."""
+    _load_masters(optimizer, _engine(optimizer).norms)
+
+
+def _load_masters(optimizer, sets) -> None:
     original = optimizer.step
     steps = []
 
     def step():
         if len(steps) == 2:
-            for one in _engine(optimizer).sets:
+            for one in sets:
                 for shard in one._masters:
                     shard.master.mul_(1.5)
                 one._unchecked = []
