@@ -12,6 +12,8 @@ lives, so all are built several times, and lie in large pages where torch can as
 median over builds and rounds of the ratio to stock, with its quartiles, in processor time (which other
 processes disturb less) and in wall time; and the share of stock's step that the passes of the
 optimizer's mode take, timed where they are called (the fold among them takes the place of a copy of stock's).
+On a processor without instructions for bf16 take --float32-products: without, nothing shows beside stock's
+products.
 
 Counts: on top of stock, by torch's own operations and by the formulas of megatron_scalevec/cost.py, which
 have every tensor read once and written once; with several ranks the mean over them. Memory is the bytes of
@@ -22,6 +24,7 @@ the peak is that of a step.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import gc
@@ -41,6 +44,7 @@ if __name__ == "__main__":
 
 import torch
 from counting import Counter
+from products import float32_products
 from timing import PassTimer, interleaved, ratio
 from training import Sizes, Trainer, alive_bytes, start_parallel
 
@@ -80,6 +84,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--builds", type=int, default=3, help="how many times all models are built")
     parser.add_argument("--rounds", type=int, default=2, help="steps of every model of a build")
+    parser.add_argument(
+        "--float32-products",
+        action="store_true",
+        help="compute stock's and all products of bf16 matrices in float32",
+    )
     parser.add_argument("--counts", action="store_true", help="no times: what is counted, and how it grows")
     parser.add_argument("--point", help=argparse.SUPPRESS)  # one line of --counts, as JSON, under torchrun
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
@@ -96,15 +105,17 @@ def main(argv: list[str] | None = None) -> int:
         "torch": torch.__version__,
         "builds": options.builds,
         "rounds": options.rounds,
+        "products": "float32" if options.float32_products else "bf16",
         "times": [],
         "counts": [],
     }
     start()
     if not options.counts:
-        for sizes, strategy in _timed(options):
-            for row in times(sizes, strategy, options.rounds, options.builds):
-                results["times"].append(row)
-                print(describe_times(row), flush=True)
+        with float32_products() if options.float32_products else contextlib.nullcontext():
+            for sizes, strategy in _timed(options):
+                for row in times(sizes, strategy, options.rounds, options.builds):
+                    results["times"].append(row)
+                    print(describe_times(row), flush=True)
     else:
         for name, changes in GROWTH.items():
             for row in point(changes):

@@ -1,8 +1,11 @@
 """What the benchmarks count is what holds: operations, memory, traffic. Nothing is timed here but by them."""
 
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
 
 FOLDABLE = [
     {"strategy": "hg"},
@@ -64,6 +67,36 @@ def test_the_benchmark_of_steps(ranks):
     norms = found["norms"]
     assert all(row["seconds"] > 0 for row in norms.values())
     assert norms["split_alone"]["bytes"] < norms["three_in_pieces"]["bytes"]
+
+
+def test_products_in_float32(monkeypatch):
+    """The same products to bf16's rounding, by other operations, and torch's own again afterwards."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    monkeypatch.delitem(sys.modules, "products", raising=False)
+    from products import float32_products
+
+    def results(dtype=torch.bfloat16):
+        generator = torch.Generator().manual_seed(7)
+        shapes = [(4, 6, 64), (32, 64), (32,)]
+        x, w, b = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
+        out, plain = torch.nn.functional.linear(x, w, b), torch.nn.functional.linear(x, w)
+        scores = torch.bmm(out, plain.transpose(1, 2))
+        scaled = torch.baddbmm(torch.ones_like(scores), out, plain.transpose(1, 2), beta=0.5, alpha=0.25)
+        with torch.profiler.profile() as profiler:
+            gradients = torch.autograd.grad(scores.sum() + scaled.sum(), (x, w, b))
+        kernels = Counter(event.name for event in profiler.events())
+        return [out, plain, scores, scaled, *gradients], kernels["aten::_to_copy"]
+
+    own, own_casts = results()
+    with float32_products():
+        found, casts = results()
+        exact, _ = results(torch.float64)
+    _, casts_after = results()
+    for a, b, c in zip(own, found, exact):
+        assert b.dtype == torch.bfloat16 and c.dtype == torch.float64
+        torch.testing.assert_close(b, a, rtol=2**-6, atol=2**-6 * c.detach().abs().max().item())
+    torch.testing.assert_close(exact, results(torch.float64)[0], rtol=0, atol=0)
+    assert casts >= own_casts + 8 and casts_after == own_casts
 
 
 @pytest.mark.needs_training  # writes for TensorBoard, which the main environment has
