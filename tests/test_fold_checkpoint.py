@@ -159,12 +159,12 @@ def test_a_model_folds_in_place(ranks):
 
 
 def test_memory_is_bounded_by_the_largest_chunk(ranks, tmp_path):
-    """Twenty-four layers of 12 MiB."""
-    [found] = ranks.run("measure_memory", folder=str(tmp_path), layers=24, rows=3072, columns=1024)
-    chunk = 12 << 20
+    """Twelve layers of 36 MiB, so that a tensor more shows beside torch's own needs."""
+    [found] = ranks.run("measure_memory", folder=str(tmp_path), layers=12, rows=4608, columns=2048)
+    chunk = 36 << 20
     for step, used in found.items():
         tensors = verify.PEAK_TENSORS if step == "compare" else store.PEAK_TENSORS
-        assert 0 < used < tensors * chunk + store.PEAK_BYTES < 24 * chunk, (step, used)
+        assert 0 < used < tensors * chunk + store.PEAK_BYTES < 12 * chunk, (step, used)
 
 
 @pytest.mark.needs_training
@@ -194,5 +194,8 @@ def test_the_command_checks_its_result(ranks, tmp_path):
     back = scalevec("fold", out, tmp_path / "back")
     assert back.returncode == 0, back.stderr
     assert "checked: logits on random tokens differ by" in back.stdout
-    [found] = ranks.run("verify_wrong", source=str(source), folder=str(tmp_path / "wrong"))
-    assert "would not compute what" in found["error"] and found["left"] == []
+    for factor, difference in ((1.1, "differ by 1.0e-01"), (float("nan"), "differ by nan")):
+        folder = str(tmp_path / f"wrong {factor}")
+        [found] = ranks.run("verify_wrong", source=str(source), folder=folder, factor=factor)
+        assert "would not compute what" in found["error"] and difference in found["error"], found
+        assert found["left"] == []

@@ -372,15 +372,15 @@ def fold_in_process(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return results
 
 
-def verify_wrong(source: str, folder: str) -> dict[str, Any]:
-    """Unfold with one scale put wrong. Returns the error, and what is left in the folder."""
+def verify_wrong(source: str, folder: str, factor: float) -> dict[str, Any]:
+    """Unfold with scales put wrong by a factor. Returns the error, and what is left in the folder."""
     from megatron_scalevec import ScaleVecConfig, ScaleVecError
     from megatron_scalevec.checkpoint import verify
     from megatron_scalevec.checkpoint.commands import unfold_checkpoint
     from megatron_scalevec.checkpoint.unfold import Unfolding
 
     right = Unfolding._gamma
-    Unfolding._gamma = lambda *args: 1.1 * right(*args)
+    Unfolding._gamma = lambda *args: factor * right(*args)
     verify.LOGITS_LIMIT = 0  # compare products
     os.makedirs(folder)
     try:
