@@ -135,6 +135,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop --cpu-offloading-num-layers and --fine-grained-activation-offloading",
     ),
     Refusal(
+        "main-params-from-checkpoint",
+        lambda args, config: given("load_main_params_from_ckpt")(args, config) and config.owns_vectors,
+        "--load-main-params-from-ckpt takes the optimizer's masters from the checkpoint's own tensors, past "
+        "what loading makes of them for scale vectors",
+        "drop that flag: masters then are those of the loaded model",
+    ),
+    Refusal(
         "experts-legacy-grouped",
         lambda args, _: (
             _has_experts(args)

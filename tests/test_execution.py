@@ -430,7 +430,7 @@ OBSTACLES_MET = {
     "gather-with-step": {"overlap_param_gather_with_optimizer_step": True},
     "optimizer-cuda-graph": {"optimizer_cuda_graph": True},
     "qk-clip": {"qk_clip": True},
-    "checkpoint-format": {"save": "somewhere", "ckpt_format": "torch"},
+    "checkpoint-format": {"load": "somewhere", "ckpt_format": "torch_dist", "ckpt_convert_format": "torch"},
     "local-checkpoints": {"non_persistent_ckpt_type": "local"},
 }
 
@@ -497,6 +497,40 @@ def test_a_model_loaded_for_evaluation(ranks):
     assert found["of a stock model"] == {2.0} and found["as before"]
     assert found["cast"] == "torch.float64"
     assert "moved to another device or dtype" in found["training a cast one"]
+
+
+def test_a_model_changed_from_outside(ranks):
+    """Other weights in the parameters for an evaluation; copies; a vector that the masters do not know."""
+    [found] = ranks.run("change_from_outside")
+    assert found["moved"] > 0.1 and found["kept"] and found["as in training"] < 0.02 * found["moved"]
+    assert found["copied"] and found["pickled"]
+    assert "not what the optimizer's masters of its scale vector come to" in found["training"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_optimizer_made_anew_on_the_same_model(ranks, overlap):
+    [found] = ranks.run("set_up_again", overlap=overlap)
+    np.testing.assert_allclose(found["optimizer"], found["autograd"], rtol=2e-2)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "unified"])
+def test_a_training_loop_without_megatrons_wrapper(ranks, strategy):
+    [found] = ranks.run("train_without_ddp", strategy=strategy)
+    assert found["autograd"][-1] < 0.98 * found["autograd"][0]
+    np.testing.assert_allclose(found["optimizer"], found["autograd"], rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "first"),
+    [
+        ("layers.0.mlp.linear_fc1.weight", "layers.0.mlp.linear_fc1.weight"),
+        ("layers.0.mlp.linear_fc1.gamma", "layers.0.mlp.linear_fc1.gamma"),
+    ],
+    ids=["weight", "vector"],
+)
+def test_frozen_weights_and_vectors_are_named(ranks, frozen, first):
+    [found] = ranks.run("train_frozen", part=frozen)
+    assert first in found["error"] and "frozen" in found["error"] and "autograd, or" in found["error"]
 
 
 EXPERTS_SHARE = {"config": {"strategy": "hg", "experts": "shared"}, "experts": "shared"}

@@ -86,6 +86,7 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         "grouped-dense-mlp": {"use_grouped_gemm_for_dense_mlp": True},
         "communication-overlap": {"tp_comm_overlap": True},
         "activation-offload": {"cpu_offloading_num_layers": 2},
+        "main-params-from-checkpoint": {"load_main_params_from_ckpt": True},
         "experts-legacy-grouped": {"num_experts": 8, "moe_grouped_gemm": True},
         "experts-single-weight": {"num_experts": 8, "moe_single_grouped_weight": True},
         "experts-interleaved-over-ranks": {

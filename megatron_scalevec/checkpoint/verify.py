@@ -147,7 +147,7 @@ def compare_products(first: CheckpointReader, second: CheckpointReader) -> float
 
 def _largest(values: torch.Tensor) -> float:
     """Absolute value, without a copy of all."""
-    return float(torch.linalg.vector_norm(values, float("inf")))
+    return float(torch.linalg.vector_norm(values, float("inf"))) if values.numel() else 0.0
 
 
 class _Stock:

@@ -16,6 +16,8 @@ from megatron_scalevec.execution.folds import folds_of
 
 __all__ = ["link_ready_signals"]
 
+_ORIGINAL = "scalevec_original"
+
 
 def link_ready_signals(chunks: Iterable[torch.nn.Module]) -> None:
     """Have the vectors of folded weights report to Megatron's bucket groups together with their weights.
@@ -38,7 +40,8 @@ def link_ready_signals(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def _link(group: Any, followers: dict, groups: dict) -> None:
-    original = group.register_grad_ready
+    # That of an optimizer before this one gives way.
+    original = getattr(group.register_grad_ready, _ORIGINAL, group.register_grad_ready)
 
     def register_grad_ready(param, *args, **kwargs):
         original(param, *args, **kwargs)
@@ -46,4 +49,5 @@ def _link(group: Any, followers: dict, groups: dict) -> None:
             # A group that holds a weight reports its own vectors through this very function.
             type(groups[vector]).register_grad_ready(groups[vector], vector, *args, **kwargs)
 
+    setattr(register_grad_ready, _ORIGINAL, original)
     group.register_grad_ready = register_grad_ready

@@ -100,7 +100,10 @@ OBSTACLES: tuple[Obstacle, ...] = (
         "checkpoint-format",
         lambda args, _: (
             bool(getattr(args, "save", None) or getattr(args, "load", None))
-            and getattr(args, "ckpt_format", "torch_dist") != "torch_dist"
+            and any(
+                getattr(args, name, None) not in (None, "torch_dist")
+                for name in ("ckpt_format", "ckpt_convert_format")
+            )
         ),
         "checkpoints of other formats than torch_dist cannot mark raw masters",
     ),

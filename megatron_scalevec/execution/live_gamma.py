@@ -5,6 +5,10 @@ that is written when live weights are, from the masters as the model gets them. 
 gradient goes out as the gradient of the one stored part that has γ's size. On its way to the optimizer it is
 accumulated, reduced and scaled like any other, all of which is linear; there the chain rule makes of it the
 parts' gradients, for all norms at once.
+
+A model that is evaluated composes γ from its stored parts all the same: whoever puts other weights into
+the parameters for a while (averages of weights, the best ones so far) tells nobody, and gets the function
+of these. So does a copy of a model, which no optimizer writes.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ __all__ = [
     "live_gamma",
     "move_live_gamma",
     "renew_from_parts",
+    "takes_live_gamma",
 ]
 
 _ATTRIBUTE = "scalevec_live_gamma"
@@ -53,9 +58,15 @@ class NormSet(VectorSet):
         self._carried = [shard for _, shard in held]
         sums = self.table.flat_sums
         self._sums = [sums[begin + shard.start : begin + shard.stop] for begin, shard in held]
-        self._views = {vector.owner: self._view(vector) for vector in vectors}
-        for norm, gamma in self._views.items():
-            norm.__dict__[_ATTRIBUTE] = gamma
+        self._stored = torch.empty_like(self.table.flat_values)
+        begins = [self.table.values[shard.param].storage_offset() for shard in self._masters]
+        self._stored_here = [
+            self._stored[begin + shard.start : begin + shard.stop]
+            for begin, shard in zip(begins, self._masters)
+        ]
+        self._given = {vector.owner: _LiveGamma(self._view(vector)) for vector in vectors}
+        for norm, live in self._given.items():
+            norm.__dict__[_ATTRIBUTE] = live
 
     def _view(self, vector: Vector) -> torch.Tensor:
         begin = self.table.begins[vector]
@@ -88,12 +99,12 @@ class NormSet(VectorSet):
                 dist.all_reduce(sums, group=group)
 
     def check(self) -> None:
-        """Look whether γ is what its masters compose to.
+        """Look whether γ is what its masters compose to, and the stored parts are the masters'.
 
         Raises:
             ScaleVecError: Somebody has changed one without the other, or moved a norm.
         """
-        if any(norm.__dict__.get(_ATTRIBUTE) is not gamma for norm, gamma in self._views.items()):
+        if any(norm.__dict__.get(_ATTRIBUTE) is not live for norm, live in self._given.items()):
             raise ScaleVecError(
                 "a norm was moved to another device or dtype after the optimizer was set up, so its scale "
                 "would not follow the optimizer; set the optimizer up on the model as it is to be trained."
@@ -101,7 +112,14 @@ class NormSet(VectorSet):
         expected = self.table.flat_gamma.to(self.live.dtype)
         # Right is also what differs by the last digit: a vector alone may have its squares summed otherwise.
         tolerance = max(2 * torch.finfo(expected.dtype).eps, 1e-5)
-        if not torch.isclose(self.live, expected, rtol=tolerance, atol=0.0, equal_nan=True).all():
+        self._stored.copy_(self.table.flat_values)
+        if self._stored_here:  # on this rank; the others look at theirs
+            torch._foreach_copy_(self._stored_here, [shard.live for shard in self._masters])
+        alike = [
+            torch.isclose(one, other, rtol=tolerance, atol=0.0, equal_nan=True).all()
+            for one, other in ((self.live, expected), (self._stored, self.table.flat_values))
+        ]
+        if not torch.stack(alike).all():
             raise ScaleVecError(
                 "the scale of a norm is not what the optimizer's masters of its scale vector come to: "
                 "something has changed a vector or the optimizer's state alone. After changing the model "
@@ -113,6 +131,19 @@ class NormSet(VectorSet):
         self.gather()
         self.live.copy_(self.table.flat_gamma)
         self.written = True
+
+
+class _LiveGamma:
+    """A norm's γ, where the norm holds it. In a copy of the norm, pickled or not, nothing is in its place."""
+
+    def __init__(self, gamma: torch.Tensor) -> None:
+        self.gamma = gamma
+
+    def __deepcopy__(self, memo: dict) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(None), ()
 
 
 class _Carried(torch.autograd.Function):
@@ -138,27 +169,35 @@ def _carrier(owner: torch.nn.Module, name: str) -> torch.nn.Parameter:
 
 def has_live_gamma(norm: torch.nn.Module) -> bool:
     """Whether an optimizer composes the norm's γ."""
-    return _ATTRIBUTE in norm.__dict__
+    return norm.__dict__.get(_ATTRIBUTE) is not None
+
+
+def takes_live_gamma(norm: torch.nn.Module) -> bool:
+    """Whether a forward pass takes it: in training, and where a gradient is to come, which must be γ's."""
+    return has_live_gamma(norm) and (norm.training or torch.is_grad_enabled())
 
 
 def live_gamma(norm: torch.nn.Module, name: str) -> torch.Tensor:
     """γ [n] in the stored parts' dtype as last written; for a norm that :func:`has_live_gamma`."""
     carrier = _carrier(norm, name)
     others = [part for part in vector_parts(norm, name)[1].values() if part is not carrier]
-    return _Carried.apply(norm.__dict__[_ATTRIBUTE], carrier, *others)
+    return _Carried.apply(norm.__dict__[_ATTRIBUTE].gamma, carrier, *others)
 
 
 @torch.no_grad()
 def renew_from_parts(norm: torch.nn.Module, name: str) -> None:
     """The stored parts have been loaded, without the optimizer's masters or before them."""
     if has_live_gamma(norm):
-        norm.__dict__[_ATTRIBUTE].copy_(compose_vector(norm, name))
+        norm.__dict__[_ATTRIBUTE].gamma.copy_(compose_vector(norm, name))
 
 
 def move_live_gamma(norm: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """The norm is moved or cast, as by ``Module._apply``. Where that changes γ, no optimizer writes it."""
     if has_live_gamma(norm):
-        norm.__dict__[_ATTRIBUTE] = fn(norm.__dict__[_ATTRIBUTE])
+        before = norm.__dict__[_ATTRIBUTE].gamma
+        moved = fn(before)
+        if moved is not before:
+            norm.__dict__[_ATTRIBUTE] = _LiveGamma(moved)
 
 
 def drop_live_gamma(norm: torch.nn.Module) -> None:

@@ -36,7 +36,12 @@ class Shard:
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The master's gradient [elements], between copying it from the model and the step."""
+        """The master's gradient [elements], between copying it from the model and the step.
+
+        Outside Megatron's DistributedDataParallel a parameter without a gradient has left it without one.
+        """
+        if self.main.grad is None:
+            self.main.grad = torch.zeros_like(self.main)
         return self.main.grad.view(-1)
 
     @property

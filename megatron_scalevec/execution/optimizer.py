@@ -58,13 +58,15 @@ def execute_in_optimizer(optimizer: Any, model_chunks: Sequence[torch.nn.Module]
         model_chunks: The model's chunks.
 
     Raises:
-        ScaleVecError: A weight or its vectors are in no optimizer that keeps float32 masters of them.
+        ScaleVecError: A weight or its vectors are in no optimizer that keeps float32 masters of them, or
+            are not trained.
     """
     folds = [fold for chunk in model_chunks for fold in folds_of(chunk)]
     if not folds:
         return
     if engine_of(optimizer) is not None:
         raise ScaleVecError("this optimizer folds the model's weights already; set it up once.")
+    _require_training(folds, model_chunks)
     members = members_of(optimizer)
     engine = Engine(_sets(folds, members), _norm_sets(model_chunks, members))
     taking_part = dict.fromkeys(
@@ -122,6 +124,19 @@ def _norm_sets(chunks: Sequence[torch.nn.Module], members: Sequence[Member]) -> 
             if all(part in member.params for part in vector.parts.values()):
                 grouped.setdefault((member, id(group)), ([], group))[0].append(vector)
     return [NormSet(vectors, member, group) for (member, _), (vectors, group) in grouped.items()]
+
+
+def _require_training(folds: Sequence[Fold], chunks: Sequence[torch.nn.Module]) -> None:
+    """What is frozen has no master, and W_eff changes with what is not."""
+    folded = {param for fold in folds for param in (fold.weight, *fold.parameters)}
+    named = (pair for chunk in chunks for pair in chunk.named_parameters())
+    frozen = [name for name, param in named if param in folded and not param.requires_grad]
+    if frozen:
+        raise ScaleVecError(
+            f"{len(frozen)} of {len(folded)} folded weights and their scale vectors are frozen "
+            f"(requires_grad is False; first: {frozen[0]}), so that the optimizer has no float32 master of "
+            "them to fold; use --scalevec-execution autograd, or train them."
+        )
 
 
 def _require_masters(one: FoldSet) -> None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron_scalevec.execution.live_gamma import (
-    has_live_gamma,
     live_gamma,
     move_live_gamma,
     renew_from_parts,
+    takes_live_gamma,
 )
 from megatron_scalevec.layers import common
 from megatron_scalevec.layers.rms_norm import rms_norm
@@ -46,7 +46,7 @@ class ScaledNorm:
 
     def forward(self, *args, **kwargs):
         """As the norm's; the first of several outputs (fused residual norms) is scaled."""
-        if has_live_gamma(self):
+        if takes_live_gamma(self):
             return self._scaled(live_gamma(self, GAMMA), *args, **kwargs)
         gamma = compose_vector(self, GAMMA)
         if self.scalevec_tp_group is not None:

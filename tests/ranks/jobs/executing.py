@@ -14,13 +14,17 @@ from ranks.initial import fill_by_name
 from ranks.jobs.faults import FAULTS
 
 __all__ = [
+    "change_from_outside",
     "compare_executions",
     "copy_without_folding",
     "load_for_evaluation",
     "split_cut_norms",
+    "set_up_again",
     "start_from_dead_channels",
+    "train_frozen",
     "train_unrounded",
     "train_without_an_engine",
+    "train_without_ddp",
 ]
 
 _STEPS = 20
@@ -164,6 +168,7 @@ def _build(
     optimizer: str = "adam",
     layer_wise: bool = False,
     nudged: float = 0.0,
+    frozen: str | None = None,
     **model: Any,
 ):
     """(the model's chunks, the same wrapped for data parallelism, optimizer); stock without ``config``."""
@@ -196,6 +201,9 @@ def _build(
         for param in chunk.parameters():
             _nudge(param, nudged)
         fold_live_weights(chunk)
+        for name, param in chunk.named_parameters():
+            if frozen and frozen in name:
+                param.requires_grad_(False)
         chunks.append(chunk)
         wrapping = {
             "use_distributed_optimizer": distributed,
@@ -430,6 +438,7 @@ def load_for_evaluation() -> dict[str, Any]:
     for step in range(2):
         _step(wrapped, stepper, step)
     moved = float((logits() - before).abs().max())
+    trained = {name: value.clone() for name, value in gpt.state_dict().items() if value is not None}
     gpt.load_state_dict(state)
     found = {
         "moved": moved,
@@ -445,6 +454,7 @@ def load_for_evaluation() -> dict[str, Any]:
         last.weight.fill_(2.0)
     absorb_norms(gpt)
     found["of a stock model"] = set(live_gamma(last, "gamma").tolist())
+    gpt.load_state_dict(trained)
     last.load_state_dict({}, strict=False)
     last.to(torch.bfloat16)
     for one in engine_of(stepper).norms:
@@ -458,6 +468,171 @@ def load_for_evaluation() -> dict[str, Any]:
             one.check()
     except ScaleVecError as error:
         found["training a cast one"] = str(error)
+    return found
+
+
+def change_from_outside() -> dict[str, Any]:
+    """A model is evaluated with earlier weights, copied, and trained after one vector was changed."""
+    import copy
+    import io
+
+    from megatron_scalevec import ScaleVecError
+    from megatron_scalevec.execution.optimizer import execute_in_optimizer
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    [gpt], wrapped, stepper = _build("optimizer", False, {}, config={"strategy": "unified"}, precision="bf16")
+    for group in stepper.param_groups:
+        group["lr"] = 0.05
+    execute_in_optimizer(stepper, wrapped)
+    position = torch.arange(8)[None]
+
+    def logits(model=gpt):
+        model.eval()
+        with torch.no_grad():
+            found = model(position, position, None).clone()
+        model.train()
+        return found
+
+    def put(values):
+        with torch.no_grad():
+            for param, value in zip(gpt.parameters(), values):
+                param.copy_(value)
+
+    _step(wrapped, stepper, 0)
+    kept, before = [param.detach().clone() for param in gpt.parameters()], logits()
+    for step in range(1, 4):
+        _step(wrapped, stepper, step)
+    own, after = [param.detach().clone() for param in gpt.parameters()], logits()
+    with torch.no_grad():
+        in_training = gpt(position, position, None).clone()
+    put(kept)
+    found = {
+        "moved": float((after - before).abs().max()),
+        "kept": torch.equal(logits(), before),
+        "as in training": float((in_training - after).abs().max()),
+    }
+    put(own)
+    norm = next(m for name, m in gpt.named_modules() if name.endswith("q_layernorm"))
+    written = io.BytesIO()
+    torch.save(norm, written)
+    written.seek(0)
+    copies = {"copied": copy.deepcopy(norm), "pickled": torch.load(written, weights_only=False)}
+    x = torch.randn(3, norm.weight.numel(), generator=torch.Generator().manual_seed(1)).to(norm.weight.dtype)
+    for name, other in copies.items():
+        with torch.no_grad():
+            for param in other.parameters():
+                param.mul_(2)
+        out = other(x)
+        out.sum().backward()
+        # The parts of a product, doubled; and both learn.
+        doubled = bool((out / norm(x)).allclose(torch.full_like(out, 4.0), rtol=2e-2))
+        found[name] = doubled and all(
+            bool(param.grad.any()) for param in other.parameters() if param.requires_grad
+        )
+    _step(wrapped, stepper, 4)
+    with torch.no_grad():
+        for name, param in norm.named_parameters():
+            if name.startswith("gamma"):
+                param.mul_(3)
+    try:
+        _step(wrapped, stepper, 5)
+    except ScaleVecError as error:
+        found["training"] = str(error)
+    return found
+
+
+def set_up_again(overlap: bool) -> dict[str, Any]:
+    """Losses and norms of a run whose optimizer is made anew on the same chunks after two steps, by mode."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+
+    from megatron_scalevec.decay import with_decaying_vectors
+    from megatron_scalevec.execution.optimizer import execute_in_optimizer
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    found = {}
+    for mode in ("autograd", "optimizer"):
+        _, wrapped, stepper = _build(
+            mode, False, {}, config={"strategy": "unified"}, precision="bf16", overlap=overlap
+        )
+        if mode == "optimizer":
+            execute_in_optimizer(stepper, wrapped)
+        steps = [_step(wrapped, stepper, step, squared=True) for step in range(2)]
+        again = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-3,
+            weight_decay=0.1,
+            clip_grad=0.5,
+            bf16=True,
+            use_distributed_optimizer=True,
+            overlap_param_gather=overlap,
+        )
+        overrides = with_decaying_vectors(get_standard_config_overrides(again), "split")
+        for chunk in wrapped:
+            chunk.disable_forward_pre_hook() if overlap else None
+            chunk.enable_forward_pre_hook() if overlap else None
+        stepper = get_megatron_optimizer(again, wrapped, config_overrides=overrides)
+        for group in stepper.param_groups:
+            group["lr"] = again.lr
+        if mode == "optimizer":
+            execute_in_optimizer(stepper, wrapped)
+        found[mode] = steps + [_step(wrapped, stepper, step, squared=True) for step in range(2, 5)]
+    return found
+
+
+def train_frozen(part: str) -> dict[str, str]:
+    """The first layer's weights or vectors are frozen before the model is wrapped: the error, by part."""
+    from megatron_scalevec import ScaleVecError
+    from megatron_scalevec.execution.optimizer import execute_in_optimizer
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+    _, wrapped, stepper = _build(
+        "optimizer", False, {}, config={"strategy": "dp"}, precision="bf16", frozen=part
+    )
+    try:
+        execute_in_optimizer(stepper, wrapped)
+    except ScaleVecError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+def train_without_ddp(strategy: str) -> dict[str, list[float]]:
+    """Losses of a training loop of one's own, without Megatron's wrapper, by mode."""
+    from megatron.core import parallel_state
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
+    from megatron_scalevec.execution.folds import fold_live_weights
+    from megatron_scalevec.execution.optimizer import execute_in_optimizer
+    from ranks.models import build_gpt, initialize_parallel
+
+    initialize_parallel()
+    found: dict[str, list[float]] = {}
+    for mode in ("autograd", "optimizer"):
+        gpt = build_gpt("llama", torch.bfloat16)
+        apply_scale_vectors(gpt, ScaleVecConfig(strategy=strategy, execution=mode))
+        fill_by_name(gpt, 0, 1)
+        fold_live_weights(gpt)
+        steps = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, clip_grad=1.0, weight_decay=0.1)
+        inner = torch.optim.AdamW([p for p in gpt.parameters() if p.requires_grad], lr=1e-3)
+        for group in inner.param_groups:
+            group.update(is_expert_parallel=False, wd_mult=1.0, lr_mult=1.0, is_decoupled_lr=False)
+        stepper = Float16OptimizerWithFloat16Params(inner, steps, None, lambda *args: None)
+        stepper.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
+        stepper.tp_group = parallel_state.get_tensor_model_parallel_group()
+        if mode == "optimizer":
+            execute_in_optimizer(stepper, [gpt])
+        position = torch.arange(16)[None]
+        found[mode] = []
+        for _ in range(4):
+            stepper.zero_grad()
+            loss = gpt(position, position, None).float().pow(2).mean()
+            loss.backward()
+            stepper.step()
+            found[mode].append(float(loss.detach()))
     return found
 
 
