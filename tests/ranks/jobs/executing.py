@@ -888,6 +888,7 @@ def _ratio(difference: torch.Tensor, scale: float) -> float:
 def _live_is_folded(engine) -> bool:
     """Whether every shard of every live weight is cast(fold(masters)), bit by bit, computed whole; and γ of
     every norm what its masters compose to as the model has them."""
+    from megatron_scalevec.execution.live_gamma import live_gamma
     from megatron_scalevec.reparam import get_reparameterization
 
     for one in engine.sets:
@@ -907,7 +908,7 @@ def _live_is_folded(engine) -> bool:
         for vector in one.table.begins:
             values = {s: v.to(one.live.dtype).float() for s, v in _norm_values(one, vector).items()}
             expected = get_reparameterization(vector.kind).compose(values).to(one.live.dtype)
-            if not torch.equal(expected, vector.owner.__dict__["scalevec_live_gamma"]):
+            if not torch.equal(expected, live_gamma(vector.owner, vector.name)):
                 return False
     return True
 
