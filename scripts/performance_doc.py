@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Writes docs/performance.md: what scale vectors cost at usual sizes, from the formulas of cost.py, and what
-they cost on a CPU, from docs/performance.json, which is what `make bench` wrote as bench-times.json.
+they cost on a CPU, from docs/performance.json, which is what `make bench` wrote as bench-times.json, and from
+docs/performance-float32-products.json, which benchmarks/step_bench.py wrote with that option.
 
 usage: python scripts/performance_doc.py [--check]
 
@@ -31,6 +32,7 @@ from megatron_scalevec.explain.display import in_bytes
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 MEASURED = DOCUMENT.with_suffix(".json")
+MEASURED_IN_FLOAT32 = DOCUMENT.with_name("performance-float32-products.json")
 
 UTILIZATION = 0.4
 """Share of the data sheet's operations per second that a stock step is taken to reach."""
@@ -213,7 +215,9 @@ def measured_rows(times: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def document() -> str:
     """The whole file."""
-    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
+    measured, in_float32 = (
+        json.loads(path.read_text(encoding="utf-8")) for path in (MEASURED, MEASURED_IN_FLOAT32)
+    )
     return TEXT.format(
         utilization=f"{100 * UTILIZATION:.0f}",
         peak=f"{H100.flops_per_second / 1e12:.0f}",
@@ -225,10 +229,13 @@ def document() -> str:
         steps="\n".join(step_rows()),
         norms="\n".join(norm_rows()),
         measured="\n".join(measured_rows(measured["times"])),
-        **{name: measured[name] for name in ("processor", "torch", "date", "builds", "rounds")},
+        in_float32="\n".join(measured_rows(in_float32["times"])),
+        **{name: measured[name] for name in MADE_WITH},
+        **{f"{name}_in_float32": in_float32[name] for name in MADE_WITH},
     )
 
 
+MADE_WITH = ("processor", "torch", "date", "builds", "rounds")
 TEXT = (Path(__file__).resolve().parent / "performance.md.in").read_text(encoding="utf-8")
 
 
