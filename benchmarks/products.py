@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -18,42 +18,21 @@ def float32_products() -> Iterator[None]:
     product in bf16 as in float32, and beside such a step nothing else shows.
     """
     library = torch.library.Library("aten", "IMPL")
-    library.impl("mm", _mm, "CPU")
-    library.impl("bmm", _bmm, "CPU")
-    library.impl("addmm", _addmm, "CPU")
-    library.impl("baddbmm", _baddbmm, "CPU")
+    for name in ("mm", "bmm", "addmm", "baddbmm"):
+        library.impl(name, _in_float32(getattr(torch, name)), "CPU")
     try:
         yield
     finally:
         del library  # with its last reference torch has its own again
 
 
-# Through `out`, whose operators are others and torch's own still. Other dtypes than bf16 stay as they are.
+def _in_float32(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Through ``out``, another operator and torch's own still; other dtypes than bf16 stay as they are."""
 
+    def computed(*operands: torch.Tensor, **factors: float) -> torch.Tensor:
+        dtype = operands[-1].dtype
+        wide = torch.float32 if dtype == torch.bfloat16 else dtype
+        out = torch.empty(0, dtype=wide)
+        return product(*(operand.to(wide) for operand in operands), **factors, out=out).to(dtype)
 
-def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    product = _empty(left, left.shape[0], right.shape[1])
-    return torch.mm(_wide(left), _wide(right), out=product).to(left.dtype)
-
-
-def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    product = _empty(left, *left.shape[:2], right.shape[2])
-    return torch.bmm(_wide(left), _wide(right), out=product).to(left.dtype)
-
-
-def _addmm(added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **factors: float) -> torch.Tensor:
-    total = _empty(left, left.shape[0], right.shape[1])
-    return torch.addmm(_wide(added), _wide(left), _wide(right), **factors, out=total).to(left.dtype)
-
-
-def _baddbmm(added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **factors: float) -> torch.Tensor:
-    total = _empty(left, *left.shape[:2], right.shape[2])
-    return torch.baddbmm(_wide(added), _wide(left), _wide(right), **factors, out=total).to(left.dtype)
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-
-
-def _empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    return like.new_empty(shape, dtype=torch.float32 if like.dtype == torch.bfloat16 else like.dtype)
+    return computed

@@ -33,6 +33,8 @@ from megatron_scalevec.explain.display import in_bytes
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 MEASURED = DOCUMENT.with_suffix(".json")
 MEASURED_IN_FLOAT32 = DOCUMENT.with_name("performance-float32-products.json")
+MADE_WITH = ("processor", "torch", "date", "builds", "rounds")
+"""Of a file of measurements, what the text says besides its rows."""
 
 UTILIZATION = 0.4
 """Share of the data sheet's operations per second that a stock step is taken to reach."""
@@ -235,7 +237,6 @@ def document() -> str:
     )
 
 
-MADE_WITH = ("processor", "torch", "date", "builds", "rounds")
 TEXT = (Path(__file__).resolve().parent / "performance.md.in").read_text(encoding="utf-8")
 
 

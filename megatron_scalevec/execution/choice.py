@@ -100,12 +100,14 @@ OBSTACLES: tuple[Obstacle, ...] = (
         "checkpoint-format",
         lambda args, _: (
             bool(getattr(args, "save", None) or getattr(args, "load", None))
-            and any(
-                getattr(args, name, None) not in (None, "torch_dist")
-                for name in ("ckpt_format", "ckpt_convert_format")
-            )
+            and getattr(args, "ckpt_format", "torch_dist") != "torch_dist"
         ),
         "checkpoints of other formats than torch_dist cannot mark raw masters",
+    ),
+    Obstacle(
+        "checkpoint-conversion",
+        lambda args, _: getattr(args, "ckpt_convert_format", None) not in (None, "torch_dist"),
+        "--ckpt-convert-format writes another format than torch_dist, which cannot mark raw masters",
     ),
     Obstacle(
         "local-checkpoints",

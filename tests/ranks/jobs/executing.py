@@ -18,8 +18,8 @@ __all__ = [
     "compare_executions",
     "copy_without_folding",
     "load_for_evaluation",
-    "split_cut_norms",
     "set_up_again",
+    "split_cut_norms",
     "start_from_dead_channels",
     "train_frozen",
     "train_unrounded",
@@ -175,14 +175,8 @@ def _build(
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-    from megatron.core.optimizer import (
-        OptimizerConfig,
-        get_megatron_optimizer,
-        get_standard_config_overrides,
-    )
 
     from megatron_scalevec import ScaleVecConfig, apply_scale_vectors
-    from megatron_scalevec.decay import with_decaying_vectors
     from megatron_scalevec.execution.folds import fold_live_weights
 
     tp = parallel_state.get_tensor_model_parallel_rank(), sizes.get("tensor_model_parallel_size", 1)
@@ -215,27 +209,37 @@ def _build(
         wrapping = DistributedDataParallelConfig(**wrapping)
         layout = {"full_param_layout": _layer_wise_layout(chunk, wrapping)} if layer_wise else {}
         wrapped.append(DistributedDataParallel(chunk.config, wrapping, chunk, **layout))
-    steps = OptimizerConfig(
-        optimizer=optimizer,
-        lr=1e-3,
-        weight_decay=0.1,
-        clip_grad=0.5,
-        bf16=precision != "fp32" or layer_wise,
-        use_distributed_optimizer=distributed and not layer_wise,
-        overlap_param_gather=gather,
-        **({"use_layer_wise_distributed_optimizer": True} if layer_wise else {}),
-    )
-    overrides = with_decaying_vectors(get_standard_config_overrides(steps), strategy.weight_decay)
     with _separate_masters() if precision == "exact" else contextlib.nullcontext():
-        stepper = get_megatron_optimizer(steps, wrapped, config_overrides=overrides)
-    for group in stepper.param_groups:
-        group["lr"] = steps.lr
+        stepper = _optimizer_of(
+            wrapped,
+            strategy.weight_decay,
+            optimizer=optimizer,
+            bf16=precision != "fp32" or layer_wise,
+            use_distributed_optimizer=distributed and not layer_wise,
+            overlap_param_gather=gather,
+            **({"use_layer_wise_distributed_optimizer": True} if layer_wise else {}),
+        )
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = finalize_model_grads
         if overlap:
             syncs = [each.no_sync for each in wrapped]
             chunk.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
     return chunks, wrapped, stepper
+
+
+def _optimizer_of(wrapped, weight_decay: str, **settings: Any):
+    """Megatron's optimizer over wrapped chunks; ``settings`` of ``OptimizerConfig`` beside its usual ones."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+
+    from megatron_scalevec.decay import with_decaying_vectors
+
+    usual = {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5, "bf16": True}
+    steps = OptimizerConfig(**{**usual, **settings})
+    overrides = with_decaying_vectors(get_standard_config_overrides(steps), weight_decay)
+    stepper = get_megatron_optimizer(steps, wrapped, config_overrides=overrides)
+    for group in stepper.param_groups:
+        group["lr"] = steps.lr
+    return stepper
 
 
 @torch.no_grad()
@@ -539,14 +543,14 @@ def change_from_outside() -> dict[str, Any]:
         _step(wrapped, stepper, 5)
     except ScaleVecError as error:
         found["training"] = str(error)
+    stepper.reload_model_params()
+    _step(wrapped, stepper, 6)
+    found["trains after reload_model_params"] = True
     return found
 
 
 def set_up_again(overlap: bool) -> dict[str, Any]:
     """Losses and norms of a run whose optimizer is made anew on the same chunks after two steps, by mode."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
-
-    from megatron_scalevec.decay import with_decaying_vectors
     from megatron_scalevec.execution.optimizer import execute_in_optimizer
     from ranks.models import initialize_parallel
 
@@ -559,30 +563,17 @@ def set_up_again(overlap: bool) -> dict[str, Any]:
         if mode == "optimizer":
             execute_in_optimizer(stepper, wrapped)
         steps = [_step(wrapped, stepper, step, squared=True) for step in range(2)]
-        again = OptimizerConfig(
-            optimizer="adam",
-            lr=1e-3,
-            weight_decay=0.1,
-            clip_grad=0.5,
-            bf16=True,
-            use_distributed_optimizer=True,
-            overlap_param_gather=overlap,
+        stepper = _optimizer_of(
+            wrapped, "split", use_distributed_optimizer=True, overlap_param_gather=overlap
         )
-        overrides = with_decaying_vectors(get_standard_config_overrides(again), "split")
-        for chunk in wrapped:
-            chunk.disable_forward_pre_hook() if overlap else None
-            chunk.enable_forward_pre_hook() if overlap else None
-        stepper = get_megatron_optimizer(again, wrapped, config_overrides=overrides)
-        for group in stepper.param_groups:
-            group["lr"] = again.lr
         if mode == "optimizer":
             execute_in_optimizer(stepper, wrapped)
         found[mode] = steps + [_step(wrapped, stepper, step, squared=True) for step in range(2, 5)]
     return found
 
 
-def train_frozen(part: str) -> dict[str, str]:
-    """The first layer's weights or vectors are frozen before the model is wrapped: the error, by part."""
+def train_frozen(part: str) -> str:
+    """What is named so is frozen before the model is wrapped: the error."""
     from megatron_scalevec import ScaleVecError
     from megatron_scalevec.execution.optimizer import execute_in_optimizer
     from ranks.models import initialize_parallel
@@ -594,8 +585,8 @@ def train_frozen(part: str) -> dict[str, str]:
     try:
         execute_in_optimizer(stepper, wrapped)
     except ScaleVecError as error:
-        return {"error": str(error)}
-    return {"error": ""}
+        return str(error)
+    return ""
 
 
 def train_without_ddp(strategy: str) -> dict[str, list[float]]:
