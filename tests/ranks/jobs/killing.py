@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -47,7 +48,10 @@ def _killed(work: Callable[[Callable[[], None]], None], after: float | None, *, 
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code not in (0, -signal.SIGKILL):
+        raise ChildProcessError(f"it was not killed, and ended with {code}")
+    return code == 0
 
 
 def _digest(folder: Path) -> str:
@@ -58,10 +62,16 @@ def _digest(folder: Path) -> str:
 
 
 def kill_tools(folder: str, times: int) -> dict[str, Any]:
-    """``unfold`` and ``fold`` killed at random moments of their run.
+    """``unfold`` and ``fold`` killed before each of their steps, and then at random moments of their run.
+
+    A step is whatever changes a file, as in :func:`kill_saves`.
+
+    Args:
+        folder: For the checkpoints.
+        times: How often at random moments.
 
     Returns:
-        By command: how often it was killed before it had ended, and what was wrong afterwards.
+        By command: the ``steps`` it takes, and what was ``wrong`` after it had been killed.
     """
     from megatron_scalevec import ScaleVecConfig
     from megatron_scalevec.checkpoint.commands import fold_checkpoint, unfold_checkpoint
@@ -81,18 +91,33 @@ def kill_tools(folder: str, times: int) -> dict[str, Any]:
     def fold(out: Path) -> None:
         fold_checkpoint(root / "scaled", out, check=False)
 
+    def killed(work: Callable[[Path], None], out: Path, *, step: int = 0, after: float | None = None) -> bool:
+        def run(_: Callable[[], None]) -> None:
+            if step:
+                _kill_before_step(step, f"{root}/")
+            work(out)
+
+        return not _killed(run, after)
+
     result = {}
-    draw = random.Random(5)
+    draw, numbers = random.Random(5), itertools.count()
     for work, source in ((unfold, root / "stock"), (fold, root / "scaled")):
-        started = time.monotonic()
         work(root / f"whole-{work.__name__}")
-        duration = time.monotonic() - started
         whole = CheckpointReader(root / f"whole-{work.__name__}").tensors.keys()
-        before, wrong, killed = _digest(source), [], 0
-        for number in range(times):
-            out = root / f"{work.__name__}-{number}"
-            ended = _killed(lambda _, work=work, out=out: work(out), draw.uniform(0, 1.2 * duration))
-            killed += not ended
+        before, wrong = _digest(source), []
+        steps, duration, random_kills = 0, 0.0, 0
+        while random_kills < times:
+            out = root / f"{work.__name__}-{next(numbers)}"
+            if not duration:
+                started = time.monotonic()
+                ended = not killed(work, out, step=steps + 1)
+                if ended:  # it has no such step
+                    duration = time.monotonic() - started
+                else:
+                    steps += 1
+            else:
+                ended = not killed(work, out, after=draw.uniform(0, duration))
+                random_kills += 1
             if out.exists() and CheckpointReader(out).tensors.keys() != whole:
                 wrong.append(f"{out.name} is there and not whole")
             if ended and not out.exists():
@@ -101,7 +126,7 @@ def kill_tools(folder: str, times: int) -> dict[str, Any]:
         wrong += [name for name in left if not name.endswith(".incomplete")]
         if _digest(source) != before:
             wrong.append("the source was changed")
-        result[work.__name__] = {"killed": killed, "wrong": wrong}
+        result[work.__name__] = {"steps": steps, "wrong": wrong}
     return result
 
 
@@ -134,7 +159,7 @@ def kill_saves(folder: str, times: int, hooked: bool = True, folding: bool = Fal
 
     def overwrite(root: Path, last_step: int | None, ready: Callable[[], None]) -> None:
         if last_step is not None:
-            _kill_before_step(last_step, root)
+            _kill_before_step(last_step, f"{root}/iter_")
         with _two_ranks(root):
             state = torch.load(_file_of_state(start.parent), weights_only=False)
             ready()
@@ -251,8 +276,10 @@ def _save(root: Path, iteration: int, state: dict[str, Any], value: float, hooke
         (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
 
-def _kill_before_step(number: int, root: Path) -> None:
-    """Kill this process's group before the given one of the steps to come that change a file in ``root``.
+def _kill_before_step(number: int, beginning: str) -> None:
+    """Kill this process's group before the given one of the steps to come that change a file.
+
+    Of files whose path has that ``beginning``.
 
     Other threads and processes get the time to finish the step they are at, and none to begin another.
     """
@@ -262,7 +289,7 @@ def _kill_before_step(number: int, root: Path) -> None:
         changes = event in ("os.rename", "os.remove") or (
             event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
         )
-        if not changes or not str(arguments[0]).startswith(f"{root}/iter_"):
+        if not changes or not str(arguments[0]).startswith(beginning):
             return
         with steps.get_lock():
             steps.value += 1
