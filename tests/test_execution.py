@@ -515,9 +515,25 @@ def test_an_optimizer_made_anew_on_the_same_model(ranks, overlap):
     np.testing.assert_allclose(found["optimizer"], found["autograd"], rtol=2e-2)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "unified"])
-def test_a_training_loop_without_megatrons_wrapper(ranks, strategy):
-    [found] = ranks.run("train_without_ddp", strategy=strategy)
+def test_what_is_changed_after_setting_up(ranks):
+    [found] = ranks.run("change_after_setting_up")
+    assert "the optimizer made last was not told: call" in found["another optimizer"]
+    assert "no optimizer was told: call" in found["a copy"] and found["the copy's function"]
+    assert "are copies that have lost what they are for" in found["a copy's optimizer"]
+    for name in ("mlp.linear_fc1.weight", "mlp.linear_fc1.gamma", "q_layernorm.gamma"):
+        assert "were frozen after the optimizer" in found[f"frozen {name}"]
+    assert "stored scale vectors of folded linears are not the optimizer's" in found["another vector"]
+
+
+def test_torchs_own_wrapper_must_not_wait_for_vectors(ranks):
+    [found] = ranks.run("wrap_in_torch")
+    assert "find_unused_parameters=True" in found["unused False"]
+    assert "find_unused_parameters" not in found["unused True"]  # which fails later, without an optimizer
+
+
+@pytest.mark.parametrize(("strategy", "cast"), [("dp", False), ("unified", False), ("unified", True)])
+def test_a_training_loop_without_megatrons_wrapper(ranks, strategy, cast):
+    [found] = ranks.run("train_without_ddp", strategy=strategy, cast=cast)
     assert found["autograd"][-1] < 0.98 * found["autograd"][0]
     np.testing.assert_allclose(found["optimizer"], found["autograd"], rtol=5e-3)
 

@@ -159,6 +159,13 @@ def test_every_entry_of_the_table_refuses_what_it_says():
         message = str(caught.value)
         assert refusal.way_out in message and message.endswith("or drop --scalevec-strategy.")
         assert "{" not in message and "\n" not in message
+    # γ − 1 in the norms: their scale becomes a vector.
+    masters = SimpleNamespace(**fine, load_main_params_from_ckpt=True)
+    iwd = ScaleVecConfig(strategy="iwd")
+    refuse_unsupported(masters, iwd, Version("0.19.2"))
+    masters.apply_layernorm_1p = True
+    with pytest.raises(ScaleVecError, match="drop that flag"):
+        refuse_unsupported(masters, iwd, Version("0.19.2"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megatron_scalevec.execution.folds import folds_of
 
 __all__ = ["link_ready_signals"]
 
-_ORIGINAL = "scalevec_original"
+_LINKED = "scalevec_linked"
 
 
 def link_ready_signals(chunks: Iterable[torch.nn.Module]) -> None:
@@ -40,8 +40,9 @@ def link_ready_signals(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def _link(group: Any, followers: dict, groups: dict) -> None:
-    # That of an optimizer before this one gives way.
-    original = getattr(group.register_grad_ready, _ORIGINAL, group.register_grad_ready)
+    original = group.register_grad_ready
+    if hasattr(original, _LINKED):  # for an optimizer before this one
+        return
 
     def register_grad_ready(param, *args, **kwargs):
         original(param, *args, **kwargs)
@@ -49,5 +50,5 @@ def _link(group: Any, followers: dict, groups: dict) -> None:
             # A group that holds a weight reports its own vectors through this very function.
             type(groups[vector]).register_grad_ready(groups[vector], vector, *args, **kwargs)
 
-    setattr(register_grad_ready, _ORIGINAL, original)
+    setattr(register_grad_ready, _LINKED, True)
     group.register_grad_ready = register_grad_ready

@@ -140,7 +140,8 @@ class FoldSet(VectorSet):
     # --- the invariant ---------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Look whether live weights are what their masters fold to, on the first row of some shards.
+        """Look whether live weights are what their masters fold to, on the first row of some shards, and
+        whether the stored vectors are the masters'.
 
         All shards at first, later one per step in turn.
 
@@ -152,11 +153,18 @@ class FoldSet(VectorSet):
             chosen = [self.local[self._next_check % len(self.local)]]
             self._next_check += 1
         differs = [(one, self._differs(one)) for one in chosen]
-        if not differs or not bool(torch.stack([flag for _, flag in differs]).any()):
+        vectors_differ = self.stored_differ()
+        if not bool(torch.stack([vectors_differ, *(flag for _, flag in differs)]).any()):
             return
         names = [
             f"{type(one.fold.owner).__name__} {tuple(one.fold.weight.shape)}" for one, flag in differs if flag
         ]
+        if not names:
+            raise ScaleVecError(
+                "stored scale vectors of folded linears are not the optimizer's masters of them: something "
+                "has changed a vector or the optimizer's state alone. After changing the model from outside "
+                "call optimizer.reload_model_params()."
+            )
         raise ScaleVecError(
             f"the live weight of {len(names)} of {len(differs)} folded linears (first: {names[0]}) is not "
             "what the optimizer's master and the scale vectors come to: something has changed a weight, a "
@@ -199,12 +207,31 @@ class Engine:
             return f"in plain torch, as Triton cannot be imported ({_kernels()[1]})"
         return ""
 
+    @functools.cached_property
+    def _trained(self) -> list[torch.nn.Parameter]:
+        """All weights and vectors, those without a master on this rank included."""
+        return [
+            *(fold.weight for fold in self.folds),
+            *(param for one in self._all() for param in one.table.values),
+        ]
+
     def _all(self) -> list[FoldSet | NormSet]:
         return [*self.sets, *self.norms]
 
     @torch.no_grad()
     def split(self) -> None:
-        """See :meth:`FoldSet.split`. Gradients are complete, unscaled and not yet clipped."""
+        """See :meth:`FoldSet.split`. Gradients are complete, unscaled and not yet clipped.
+
+        Raises:
+            ScaleVecError: A weight or a vector was frozen meanwhile, or see :meth:`FoldSet.check`.
+        """
+        frozen = [param for param in self._trained if not param.requires_grad]
+        if frozen:
+            raise ScaleVecError(
+                f"{len(frozen)} of {len(self._trained)} weights and scale vectors were frozen after the "
+                f"optimizer that folds them was set up (first: of shape {tuple(frozen[0].shape)}), and their "
+                "masters would go on learning; let them learn, or use --scalevec-execution autograd."
+            )
         for one in self._all():
             one.split()
         self.expect_step()

@@ -6,6 +6,7 @@ what kind of linear it is.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.shard import Part, Run, fold_parts, runs_of
 from megatron_scalevec.fold import RowMap
 from megatron_scalevec.vectors import compose_vector, vector_parts
@@ -23,6 +25,7 @@ __all__ = [
     "fold_live_weights",
     "folds_of",
     "forget_folds",
+    "guard_masters",
     "own_folds",
     "register_fold",
     "release",
@@ -187,26 +190,68 @@ def _fold_live(fold: Fold) -> None:
 
 
 _GUARD = "scalevec_guard"
+_HOOK = "scalevec_guard_hook"
 
 
-def require_an_engine(model: torch.nn.Module) -> None:
-    """Stop a training forward pass of ``model`` as long as no optimizer folds its weights."""
-    from megatron_scalevec.errors import ScaleVecError
+class _Guard:
+    """A forward pre-hook that stops a training forward pass as long as no optimizer folds the weights.
 
-    def refuse(module: torch.nn.Module, *_: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+    An optimizer that is made after the one that does has masters of its own, and Megatron notes them at
+    the parameters, which is how it is seen. A copy of the model has a guard that knows of no optimizer.
+    """
+
+    def __init__(self) -> None:
+        self._told = False
+        self._masters: list[tuple[weakref.ref, weakref.ref]] = []
+
+    def expect(self, masters: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """An optimizer folds the weights, from these masters. One of them stands for all."""
+        noted = (pair for pair in masters.items() if getattr(pair[0], "main_param", None) is pair[1])
+        self._masters = [(weakref.ref(param), weakref.ref(main)) for param, main in [*noted][:1]]
+        self._told = True
+
+    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        if not self._told or any(
+            getattr(param(), "main_param", None) is not main() for param, main in self._masters
+        ):
+            who = "the optimizer made last was not told" if self._told else "no optimizer was told"
             raise ScaleVecError(
-                "the model's weights are folded inside the optimizer, and no optimizer was told: call "
+                f"the model's weights are folded inside the optimizer, and {who}: call "
                 "megatron_scalevec.execution.optimizer.execute_in_optimizer(optimizer, model_chunks) before "
                 "the first step, or build the model with execution 'autograd'."
             )
 
-    setattr(model, _GUARD, model.register_forward_pre_hook(refuse))
+    def __deepcopy__(self, memo: dict) -> _Guard:
+        return _Guard()
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return _Guard, ()
+
+
+def require_an_engine(model: torch.nn.Module) -> None:
+    """Stop a training forward pass of ``model`` as long as no optimizer folds its weights."""
+    guard = _Guard()
+    setattr(model, _GUARD, guard)
+    setattr(model, _HOOK, model.register_forward_pre_hook(guard))
+
+
+def guard_masters(model: torch.nn.Module, masters: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+    """An optimizer folds the model's weights: what :func:`require_an_engine` asks for.
+
+    Args:
+        model: The model, wrapped or not.
+        masters: Weights to the float32 masters that this rank has.
+    """
+    for module in model.modules():
+        if _GUARD in module.__dict__:
+            own = set(module.parameters())
+            module.__dict__[_GUARD].expect({p: main for p, main in masters.items() if p in own})
 
 
 def release(model: torch.nn.Module) -> None:
-    """An optimizer folds the model's weights: take the check of :func:`require_an_engine` off again."""
+    """The vectors are taken away: take the check of :func:`require_an_engine` off again."""
     for module in model.modules():
-        guard = module.__dict__.pop(_GUARD, None)
-        if guard is not None:
-            guard.remove()
+        if module.__dict__.pop(_GUARD, None) is not None:
+            module.__dict__.pop(_HOOK).remove()

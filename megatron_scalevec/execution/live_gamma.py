@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.folds import Vector
 from megatron_scalevec.execution.members import Member
-from megatron_scalevec.execution.vector_set import VectorSet
+from megatron_scalevec.execution.vector_set import VectorSet, differ
 from megatron_scalevec.reparam import get_reparameterization
 from megatron_scalevec.vectors import compose_vector, vector_parts
 
@@ -58,12 +58,6 @@ class NormSet(VectorSet):
         self._carried = [shard for _, shard in held]
         sums = self.table.flat_sums
         self._sums = [sums[begin + shard.start : begin + shard.stop] for begin, shard in held]
-        self._stored = torch.empty_like(self.table.flat_values)
-        begins = [self.table.values[shard.param].storage_offset() for shard in self._masters]
-        self._stored_here = [
-            self._stored[begin + shard.start : begin + shard.stop]
-            for begin, shard in zip(begins, self._masters)
-        ]
         self._given = {vector.owner: _LiveGamma(self._view(vector)) for vector in vectors}
         for norm, live in self._given.items():
             norm.__dict__[_ATTRIBUTE] = live
@@ -110,16 +104,7 @@ class NormSet(VectorSet):
                 "would not follow the optimizer; set the optimizer up on the model as it is to be trained."
             )
         expected = self.table.flat_gamma.to(self.live.dtype)
-        # Right is also what differs by the last digit: a vector alone may have its squares summed otherwise.
-        tolerance = max(2 * torch.finfo(expected.dtype).eps, 1e-5)
-        self._stored.copy_(self.table.flat_values)
-        if self._stored_here:  # on this rank; the others look at theirs
-            torch._foreach_copy_(self._stored_here, [shard.live for shard in self._masters])
-        alike = [
-            torch.isclose(one, other, rtol=tolerance, atol=0.0, equal_nan=True).all()
-            for one, other in ((self.live, expected), (self._stored, self.table.flat_values))
-        ]
-        if not torch.stack(alike).all():
+        if torch.stack([differ(self.live, expected), self.stored_differ()]).any():
             raise ScaleVecError(
                 "the scale of a norm is not what the optimizer's masters of its scale vector come to: "
                 "something has changed a vector or the optimizer's state alone. After changing the model "
@@ -136,8 +121,10 @@ class NormSet(VectorSet):
 class _LiveGamma:
     """A norm's γ, where the norm holds it. In a copy of the norm, pickled or not, nothing is in its place."""
 
-    def __init__(self, gamma: torch.Tensor) -> None:
+    def __init__(self, gamma: torch.Tensor, written: _LiveGamma | None = None) -> None:
         self.gamma = gamma
+        self.written = written or self
+        """What the optimizer writes: another one, where the norm was moved since."""
 
     def __deepcopy__(self, memo: dict) -> None:
         return None
@@ -172,9 +159,15 @@ def has_live_gamma(norm: torch.nn.Module) -> bool:
     return norm.__dict__.get(_ATTRIBUTE) is not None
 
 
-def takes_live_gamma(norm: torch.nn.Module) -> bool:
+def takes_live_gamma(norm: torch.nn.Module, name: str) -> bool:
     """Whether a forward pass takes it: in training, and where a gradient is to come, which must be γ's."""
-    return has_live_gamma(norm) and (norm.training or torch.is_grad_enabled())
+    if not has_live_gamma(norm):
+        return False
+    if norm.training:
+        return True
+    return torch.is_grad_enabled() and any(
+        part.requires_grad for part in vector_parts(norm, name)[1].values()
+    )
 
 
 def live_gamma(norm: torch.nn.Module, name: str) -> torch.Tensor:
@@ -194,10 +187,12 @@ def renew_from_parts(norm: torch.nn.Module, name: str) -> None:
 def move_live_gamma(norm: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """The norm is moved or cast, as by ``Module._apply``. Where that changes γ, no optimizer writes it."""
     if has_live_gamma(norm):
-        before = norm.__dict__[_ATTRIBUTE].gamma
-        moved = fn(before)
-        if moved is not before:
-            norm.__dict__[_ATTRIBUTE] = _LiveGamma(moved)
+        before = norm.__dict__[_ATTRIBUTE]
+        moved = fn(before.gamma)
+        if moved is not before.gamma:
+            written = before.written
+            back = (moved.dtype, moved.device) == (written.gamma.dtype, written.gamma.device)
+            norm.__dict__[_ATTRIBUTE] = written if back else _LiveGamma(moved, written)
 
 
 def drop_live_gamma(norm: torch.nn.Module) -> None:

@@ -31,11 +31,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_scalevec.errors import ScaleVecError
 from megatron_scalevec.execution.buckets import link_ready_signals
 from megatron_scalevec.execution.engine import Engine, FoldSet
-from megatron_scalevec.execution.folds import Fold, Vector, folds_of, release
+from megatron_scalevec.execution.folds import Fold, Vector, folds_of, guard_masters
 from megatron_scalevec.execution.live_gamma import NormSet
 from megatron_scalevec.execution.members import Member, is_layer_wise, members_of, without_copies_of
 from megatron_scalevec.execution.resume import mark_raw_masters
 from megatron_scalevec.layers.norm import GAMMA, ScaledNorm
+from megatron_scalevec.vectors import role_of
 
 __all__ = ["engine_of", "execute_in_optimizer"]
 
@@ -67,6 +68,8 @@ def execute_in_optimizer(optimizer: Any, model_chunks: Sequence[torch.nn.Module]
     if engine_of(optimizer) is not None:
         raise ScaleVecError("this optimizer folds the model's weights already; set it up once.")
     _require_training(folds, model_chunks)
+    _require_known(folds)
+    _require_wrappers(model_chunks)
     members = members_of(optimizer)
     engine = Engine(_sets(folds, members), _norm_sets(model_chunks, members))
     taking_part = dict.fromkeys(
@@ -86,8 +89,9 @@ def execute_in_optimizer(optimizer: Any, model_chunks: Sequence[torch.nn.Module]
     setattr(optimizer, _ENGINE, engine)
     optimizer.__class__ = _folding_root(type(optimizer))
     link_ready_signals(model_chunks)
+    masters = {one.fold.weight: one.shard.main for own in engine.sets for one in own.local}
     for chunk in model_chunks:
-        release(chunk)
+        guard_masters(chunk, masters)
     engine.unfold()
 
 
@@ -137,6 +141,28 @@ def _require_training(folds: Sequence[Fold], chunks: Sequence[torch.nn.Module]) 
             f"(requires_grad is False; first: {frozen[0]}), so that the optimizer has no float32 master of "
             "them to fold; use --scalevec-execution autograd, or train them."
         )
+
+
+def _require_known(folds: Sequence[Fold]) -> None:
+    """A copy of a parameter has lost what it is to the plugin: it would decay as no strategy says."""
+    lost = next((f for f in folds if any(role_of(part) is None for part in f.parameters)), None)
+    if lost is not None:
+        raise ScaleVecError(
+            f"the scale vectors of a {type(lost.owner).__name__} {tuple(lost.weight.shape)} are copies that "
+            "have lost what they are for, as copy.deepcopy of a model makes them; to train a copy, build it "
+            "anew, give it scale vectors and load the state."
+        )
+
+
+def _require_wrappers(chunks: Sequence[torch.nn.Module]) -> None:
+    """torch's wrapper waits for the vectors' gradients, which come in the optimizer's step."""
+    for chunk in chunks:
+        if isinstance(chunk, torch.nn.parallel.DistributedDataParallel) and not chunk.find_unused_parameters:
+            raise ScaleVecError(
+                "torch's DistributedDataParallel waits for gradients of scale vectors in the backward pass, "
+                "where execution inside the optimizer makes none; wrap the model with "
+                "find_unused_parameters=True, or in Megatron's DistributedDataParallel."
+            )
 
 
 def _require_masters(one: FoldSet) -> None:

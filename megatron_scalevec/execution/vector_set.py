@@ -11,7 +11,14 @@ from megatron_scalevec.execution.folds import Vector
 from megatron_scalevec.execution.members import Member
 from megatron_scalevec.execution.table import VectorTable
 
-__all__ = ["VectorSet"]
+__all__ = ["VectorSet", "differ"]
+
+
+def differ(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Whether values in the model's dtype are others than expected, as a bool []; NaN is equal to itself."""
+    # Right is also what differs by the last digit: a vector alone may have its squares summed otherwise.
+    tolerance = max(2 * torch.finfo(expected.dtype).eps, 1e-5)
+    return ~torch.isclose(found, expected, rtol=tolerance, atol=0.0, equal_nan=True).all()
 
 
 class VectorSet:
@@ -35,6 +42,11 @@ class VectorSet:
         self._masters = [shard for _, shard in own]
         self._places = [self.table.values[param][shard.start : shard.stop] for param, shard in own]
         self._gradients = [self.table.gradients[param][shard.start : shard.stop] for param, shard in own]
+        self._stored = torch.empty_like(self.table.flat_values, dtype=next(iter(self.table.values)).dtype)
+        begins = [self.table.values[param].storage_offset() for param, _ in own]
+        self._stored_here = [
+            self._stored[begin + shard.start : begin + shard.stop] for begin, (_, shard) in zip(begins, own)
+        ]
         self.written = False
         self.waiting: set[int] = set()
         self.expect_step()
@@ -54,6 +66,14 @@ class VectorSet:
             # Every element has one owner, so this sum adds zeros to it: it is exact.
             dist.all_reduce(self.table.flat_values, group=self.vectors.group)
         self.compose()
+
+    def stored_differ(self) -> torch.Tensor:
+        """Whether this rank's stored parts are not those of the gathered masters, as a bool []."""
+        expected = self.table.flat_values.to(self._stored.dtype)
+        self._stored.copy_(expected)
+        if self._stored_here:  # on this rank; the others look at theirs
+            torch._foreach_copy_(self._stored_here, [shard.live for shard in self._masters])
+        return differ(self._stored, expected)
 
     def compose(self) -> None:
         """γ from the values."""

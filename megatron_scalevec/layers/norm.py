@@ -46,7 +46,7 @@ class ScaledNorm:
 
     def forward(self, *args, **kwargs):
         """As the norm's; the first of several outputs (fused residual norms) is scaled."""
-        if takes_live_gamma(self):
+        if takes_live_gamma(self, GAMMA):
             return self._scaled(live_gamma(self, GAMMA), *args, **kwargs)
         gamma = compose_vector(self, GAMMA)
         if self.scalevec_tp_group is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from ranks.initial import fill_by_name
 from ranks.jobs.faults import FAULTS
 
 __all__ = [
+    "change_after_setting_up",
     "change_from_outside",
     "compare_executions",
     "copy_without_folding",
@@ -25,6 +27,7 @@ __all__ = [
     "train_unrounded",
     "train_without_an_engine",
     "train_without_ddp",
+    "wrap_in_torch",
 ]
 
 _STEPS = 20
@@ -589,8 +592,95 @@ def train_frozen(part: str) -> str:
     return ""
 
 
-def train_without_ddp(strategy: str) -> dict[str, list[float]]:
-    """Losses of a training loop of one's own, without Megatron's wrapper, by mode."""
+def change_after_setting_up() -> dict[str, Any]:
+    """What is no longer as it was when the optimizer was set up: the errors."""
+    import copy
+
+    from megatron_scalevec import ScaleVecError
+    from megatron_scalevec.execution.optimizer import execute_in_optimizer
+    from ranks.models import initialize_parallel
+
+    initialize_parallel()
+
+    def built(strategy: str = "unified"):
+        [gpt], wrapped, stepper = _build(
+            "optimizer", False, {}, config={"strategy": strategy}, precision="bf16"
+        )
+        execute_in_optimizer(stepper, wrapped)
+        _step(wrapped, stepper, 0)
+        return gpt, wrapped, stepper
+
+    def error_of(act, *arguments) -> str:
+        try:
+            act(*arguments)
+        except ScaleVecError as error:
+            return str(error)
+        return ""
+
+    found = {}
+    gpt, wrapped, stepper = built()
+    another = _optimizer_of(wrapped, "split", use_distributed_optimizer=True)
+    found["another optimizer"] = error_of(_step, wrapped, another, 1)
+    execute_in_optimizer(another, wrapped)
+    _step(wrapped, another, 1)
+
+    group = torch.distributed.ProcessGroup
+    copy._deepcopy_dispatch[group] = lambda one, memo: one  # what whoever copies a model of Megatron's needs
+    try:
+        twin = copy.deepcopy(gpt)
+    finally:
+        del copy._deepcopy_dispatch[group]
+    position = torch.arange(8)[None]
+    found["a copy"] = error_of(twin.train(), position, position, None)
+    with torch.no_grad():
+        found["the copy's function"] = torch.equal(
+            twin.eval()(position, position, None), gpt.eval()(position, position, None)
+        )
+    gpt.train()
+    found["a copy's optimizer"] = error_of(execute_in_optimizer, SimpleNamespace(), [twin])
+    _step(wrapped, another, 2)
+
+    for name in ("mlp.linear_fc1.weight", "mlp.linear_fc1.gamma", "q_layernorm.gamma"):
+        gpt, wrapped, stepper = built()
+        for own, param in gpt.named_parameters():
+            param.requires_grad_(name not in own)
+        found[f"frozen {name}"] = error_of(_step, wrapped, stepper, 1)
+
+    gpt, wrapped, stepper = built("dp")
+    with torch.no_grad():
+        for own, param in gpt.named_parameters():
+            if own.endswith("layers.1.mlp.linear_fc1.gamma_out_up"):
+                param.mul_(1.1)
+    found["another vector"] = error_of(_step, wrapped, stepper, 1)
+    stepper.reload_model_params()
+    _step(wrapped, stepper, 1)
+    return found
+
+
+def wrap_in_torch() -> dict[str, str]:
+    """torch's DistributedDataParallel around a model whose optimizer is to fold: the errors."""
+    from megatron_scalevec import ScaleVecConfig, ScaleVecError, apply_scale_vectors
+    from megatron_scalevec.execution.optimizer import execute_in_optimizer
+    from ranks.models import build_gpt, initialize_parallel
+
+    initialize_parallel()
+    found = {}
+    for unused in (False, True):
+        gpt = build_gpt("llama", torch.bfloat16)
+        apply_scale_vectors(gpt, ScaleVecConfig(strategy="unified", execution="optimizer"))
+        model = torch.nn.parallel.DistributedDataParallel(gpt, find_unused_parameters=unused)
+        try:
+            execute_in_optimizer(SimpleNamespace(), [model])
+        except ScaleVecError as error:
+            found[f"unused {unused}"] = str(error)
+    return found
+
+
+def train_without_ddp(strategy: str, cast: bool = False) -> dict[str, list[float]]:
+    """Losses of a training loop of one's own, without Megatron's wrapper, by mode.
+
+    ``cast``: for an evaluation after every step the model is cast to float32, and back.
+    """
     from megatron.core import parallel_state
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -624,6 +714,10 @@ def train_without_ddp(strategy: str) -> dict[str, list[float]]:
             loss.backward()
             stepper.step()
             found[mode].append(float(loss.detach()))
+            if cast:
+                with torch.no_grad():
+                    gpt.float().eval()(position, position, None)
+                gpt.bfloat16().train()
     return found
 
 
