@@ -138,7 +138,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "main-params-from-checkpoint",
         lambda args, config: (
             given("load_main_params_from_ckpt")(args, config)
-            # Norms that store γ − 1 give their scale to a vector, whatever the strategy.
+            # Norms that store γ − 1 give their scale to a vector.
             and (config.owns_vectors or config.has_input_scales and given("apply_layernorm_1p")(args, config))
         ),
         "--load-main-params-from-ckpt takes the optimizer's masters from the checkpoint's own tensors, past "
