@@ -129,6 +129,9 @@ class FoldSet(VectorSet):
                     own.master.copy_(value[own.start : own.stop])
         for one in self.local:
             one.shard.master.copy_(one.shard.live)
+            if getattr(one.fold.weight, "main_param", None) is not None:
+                # Megatron's note of the master, which an optimizer that was made and dropped has taken.
+                one.fold.weight.main_param = one.shard.main
         torch_passes.unfold_parts(
             [one.part for one in self.local],
             [one.shard.master for one in self.local],

@@ -216,11 +216,14 @@ class _Guard:
         if not self._told or any(
             getattr(param(), "main_param", None) is not main() for param, main in self._masters
         ):
-            who = "the optimizer made last was not told" if self._told else "no optimizer was told"
+            who, way_out = "no optimizer was told", "build the model with execution 'autograd'"
+            if self._told:
+                who = "the optimizer made last was not told"
+                way_out = "go on with the one before after its reload_model_params()"
             raise ScaleVecError(
                 f"the model's weights are folded inside the optimizer, and {who}: call "
                 "megatron_scalevec.execution.optimizer.execute_in_optimizer(optimizer, model_chunks) before "
-                "the first step, or build the model with execution 'autograd'."
+                f"the first step, or {way_out}."
             )
 
     def __deepcopy__(self, memo: dict) -> _Guard:

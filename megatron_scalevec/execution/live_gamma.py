@@ -100,8 +100,9 @@ class NormSet(VectorSet):
         """
         if any(norm.__dict__.get(_ATTRIBUTE) is not live for norm, live in self._given.items()):
             raise ScaleVecError(
-                "a norm was moved to another device or dtype after the optimizer was set up, so its scale "
-                "would not follow the optimizer; set the optimizer up on the model as it is to be trained."
+                "a norm was moved to another device or dtype after the optimizer was set up, or another one "
+                "was set up since, so its scale would not follow this one; set the optimizer up on the model "
+                "as it is to be trained."
             )
         expected = self.table.flat_gamma.to(self.live.dtype)
         if torch.stack([differ(self.live, expected), self.stored_differ()]).any():

@@ -69,7 +69,7 @@ def execute_in_optimizer(optimizer: Any, model_chunks: Sequence[torch.nn.Module]
         raise ScaleVecError("this optimizer folds the model's weights already; set it up once.")
     _require_training(folds, model_chunks)
     _require_known(folds)
-    _require_wrappers(model_chunks)
+    _require_no_waiting(folds, model_chunks)
     members = members_of(optimizer)
     engine = Engine(_sets(folds, members), _norm_sets(model_chunks, members))
     taking_part = dict.fromkeys(
@@ -154,14 +154,21 @@ def _require_known(folds: Sequence[Fold]) -> None:
         )
 
 
-def _require_wrappers(chunks: Sequence[torch.nn.Module]) -> None:
+def _require_no_waiting(folds: Sequence[Fold], chunks: Sequence[torch.nn.Module]) -> None:
     """torch's wrapper waits for the vectors' gradients, which come in the optimizer's step."""
+    vectors = {part for fold in folds for part in fold.parameters}
     for chunk in chunks:
-        if isinstance(chunk, torch.nn.parallel.DistributedDataParallel) and not chunk.find_unused_parameters:
+        if not isinstance(chunk, torch.nn.parallel.DistributedDataParallel):
+            continue
+        waits = any(
+            param in vectors and name not in chunk.parameters_to_ignore
+            for name, param in chunk.module.named_parameters()
+        )
+        if waits and not chunk.find_unused_parameters and not chunk.static_graph:
             raise ScaleVecError(
                 "torch's DistributedDataParallel waits for gradients of scale vectors in the backward pass, "
                 "where execution inside the optimizer makes none; wrap the model with "
-                "find_unused_parameters=True, or in Megatron's DistributedDataParallel."
+                "find_unused_parameters=True or static_graph=True, or in Megatron's DistributedDataParallel."
             )
 
 

@@ -621,6 +621,8 @@ def change_after_setting_up() -> dict[str, Any]:
     gpt, wrapped, stepper = built()
     another = _optimizer_of(wrapped, "split", use_distributed_optimizer=True)
     found["another optimizer"] = error_of(_step, wrapped, another, 1)
+    stepper.reload_model_params()
+    _step(wrapped, stepper, 1)
     execute_in_optimizer(another, wrapped)
     _step(wrapped, another, 1)
 
@@ -658,21 +660,27 @@ def change_after_setting_up() -> dict[str, Any]:
 
 
 def wrap_in_torch() -> dict[str, str]:
-    """torch's DistributedDataParallel around a model whose optimizer is to fold: the errors."""
+    """torch's DistributedDataParallel around a model whose optimizer is to fold: the errors by its settings.
+
+    There is no optimizer, which is the next error where the wrapper is none.
+    """
     from megatron_scalevec import ScaleVecConfig, ScaleVecError, apply_scale_vectors
     from megatron_scalevec.execution.optimizer import execute_in_optimizer
     from ranks.models import build_gpt, initialize_parallel
 
     initialize_parallel()
-    found = {}
-    for unused in (False, True):
+    wrapper, found = torch.nn.parallel.DistributedDataParallel, {}
+    for setting in ("nothing", "find_unused_parameters", "static_graph", "ignored"):
         gpt = build_gpt("llama", torch.bfloat16)
         apply_scale_vectors(gpt, ScaleVecConfig(strategy="unified", execution="optimizer"))
-        model = torch.nn.parallel.DistributedDataParallel(gpt, find_unused_parameters=unused)
+        if setting == "ignored":
+            vectors = [name for name, _ in gpt.named_parameters() if "gamma" in name]
+            wrapper._set_params_and_buffers_to_ignore_for_model(gpt, vectors)
+        model = wrapper(gpt, **({setting: True} if "_" in setting else {}))
         try:
             execute_in_optimizer(SimpleNamespace(), [model])
         except ScaleVecError as error:
-            found[f"unused {unused}"] = str(error)
+            found[setting] = str(error)
     return found
 
 
